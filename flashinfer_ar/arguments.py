@@ -1,0 +1,110 @@
+"""The one place where a call's arguments are checked, before any launch.
+
+Every function raises ``TypeError`` or ``ValueError`` that names the argument, what came, and what
+is allowed; nothing has been written by then.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from flashinfer_ar.jit.spec import PACK_BYTES
+from flashinfer_ar.strategy import MNNVLAllreduceFusionStrategy
+from flashinfer_ar.workspace import DTYPES, MNNVLAllReduceFusionWorkspace
+
+
+def check_workspace(workspace: object) -> MNNVLAllReduceFusionWorkspace:
+    """An open workspace."""
+    if not isinstance(workspace, MNNVLAllReduceFusionWorkspace):
+        raise TypeError(
+            f"workspace: {type(workspace).__name__}; allowed is a MNNVLAllReduceFusionWorkspace"
+        )
+    if not workspace.is_open:
+        raise ValueError("workspace: it is closed; allowed is an open one")
+    return workspace
+
+
+def check_strategy(strategy: object) -> MNNVLAllreduceFusionStrategy:
+    """A member of the enum."""
+    if not isinstance(strategy, MNNVLAllreduceFusionStrategy):
+        raise TypeError(f"strategy: {strategy!r}; allowed is a MNNVLAllreduceFusionStrategy")
+    return strategy
+
+
+def check_number(name: str, value: object) -> float:
+    """A finite number."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name}: {value!r}; allowed is a number")
+    if not math.isfinite(value):
+        raise ValueError(f"{name}: {value!r}; allowed is a finite number")
+    return float(value)
+
+
+def check_input(tensor: object, workspace: MNNVLAllReduceFusionWorkspace) -> torch.Tensor:
+    """``[num_tokens, hidden]`` of a supported dtype on the workspace's device."""
+    checked = _tensor("input", tensor)
+    if checked.dim() != 2:
+        raise ValueError(f"input: shape {_shape(checked)}; allowed is [num_tokens, hidden]")
+    if checked.dtype not in DTYPES:
+        raise ValueError(f"input: {checked.dtype}; allowed is float32, float16 or bfloat16")
+    row_bytes = checked.shape[1] * checked.itemsize
+    if row_bytes == 0 or row_bytes % PACK_BYTES:
+        raise ValueError(
+            f"input: hidden size {checked.shape[1]} of {checked.dtype} is {row_bytes} bytes; "
+            f"allowed is a multiple of {PACK_BYTES} bytes"
+        )
+    _check_storage("input", checked, workspace.device)
+    return checked
+
+
+def check_like_input(name: str, tensor: object, like: torch.Tensor) -> torch.Tensor:
+    """A tensor of the input's shape, dtype and device."""
+    checked = _tensor(name, tensor)
+    if checked.shape != like.shape:
+        raise ValueError(f"{name}: shape {_shape(checked)}; allowed is the input's, {_shape(like)}")
+    _check_dtype(name, checked, like)
+    _check_storage(name, checked, like.device)
+    return checked
+
+
+def check_gamma(name: str, tensor: object, like: torch.Tensor) -> torch.Tensor:
+    """``[hidden]`` of the input's dtype and device."""
+    checked = _tensor(name, tensor)
+    if checked.dim() != 1 or checked.shape[0] != like.shape[1]:
+        raise ValueError(f"{name}: shape {_shape(checked)}; allowed is [{like.shape[1]}]")
+    _check_dtype(name, checked, like)
+    _check_storage(name, checked, like.device)
+    return checked
+
+
+def check_or_make(name: str, tensor: object, like: torch.Tensor) -> torch.Tensor:
+    """The given output tensor, or a new one where none was given."""
+    return torch.empty_like(like) if tensor is None else check_like_input(name, tensor, like)
+
+
+def _tensor(name: str, value: object) -> torch.Tensor:
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"{name}: {type(value).__name__}; allowed is a torch.Tensor")
+    return value
+
+
+def _check_dtype(name: str, tensor: torch.Tensor, like: torch.Tensor) -> None:
+    if tensor.dtype is not like.dtype:
+        raise ValueError(f"{name}: {tensor.dtype}; allowed is the input's, {like.dtype}")
+
+
+def _check_storage(name: str, tensor: torch.Tensor, device: torch.device) -> None:
+    if tensor.device != device:
+        raise ValueError(f"{name}: on {tensor.device}; allowed is the workspace's device, {device}")
+    if not tensor.is_contiguous():
+        raise ValueError(f"{name}: strides {tensor.stride()}; allowed is a contiguous tensor")
+    if tensor.data_ptr() % PACK_BYTES:
+        raise ValueError(
+            f"{name}: address {tensor.data_ptr():#x}; allowed is a multiple of {PACK_BYTES} bytes"
+        )
+
+
+def _shape(tensor: torch.Tensor) -> list[int]:
+    return list(tensor.shape)

@@ -1,0 +1,217 @@
+"""A rank's calls: from a shape to a kernel, a grid and a parameter block, and the launch."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from flashinfer_ar import plan
+from flashinfer_ar.errors import AllReduceTimeoutError, CudaError
+from flashinfer_ar.jit import DType, Epilogue, KernelKind, KernelSpec
+from flashinfer_ar.jit.params import Params, params_type
+from flashinfer_ar.jit.spec import PACK_BYTES
+from flashinfer_ar.launch import LoadedKernel, Substrate
+from flashinfer_ar.memory import SymmetricMemory
+from flashinfer_ar.strategy import MNNVLAllreduceFusionStrategy, resolve
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is fixed when a workspace is made; equal on all ranks but for ``rank``."""
+
+    world_size: int
+    rank: int
+    hidden_size: int | None  # these two get kernels of their own
+    dtype: DType | None
+    generation_bytes: int
+    ranks_on_device: int
+    max_ctas: int | None  # FLASHINFER_AR_MAX_CTAS
+    timeout_ns: int
+
+
+@dataclass(frozen=True)
+class CallShape:
+    """What decides how a call runs."""
+
+    num_tokens: int
+    hidden_size: int
+    dtype: DType
+    epilogue: Epilogue
+    strategy: MNNVLAllreduceFusionStrategy
+
+    @property
+    def message_bytes(self) -> int:
+        """Bytes of one rank's input."""
+        return self.num_tokens * self.hidden_size * self.dtype.itemsize
+
+    @property
+    def hidden_packs(self) -> int:
+        """Packs of a token."""
+        return self.hidden_size // self.dtype.per_pack
+
+
+@dataclass
+class PreparedCall:
+    """A launch of which only the tensors' addresses change from call to call."""
+
+    shape: CallShape
+    kind: KernelKind
+    kernel: LoadedKernel
+    num_ctas: int
+    params: Params
+
+
+class Calls:
+    """Kernels and prepared calls of one rank. Not for several threads at once."""
+
+    def __init__(self, settings: Settings, substrate: Substrate, memory: SymmetricMemory) -> None:
+        self._settings = settings
+        self._substrate = substrate
+        self._memory = memory
+        self._kernels: dict[KernelSpec, LoadedKernel] = {}
+        self._by_shape: dict[CallShape, PreparedCall] = {}
+        self._by_number: list[PreparedCall] = []
+
+    def load_ahead(self) -> None:
+        """Load every kernel whose first use could wait behind a spinning peer on the same device.
+
+        On a GPU, loading a module waits for running kernels, and one of those may wait for the rank
+        that wants to load. The host has no such wait and builds kernels at their first use.
+        """
+        if self._substrate.compiles_rank:
+            for spec in self._specs_to_load():
+                self._require_residency(spec, self._load(spec))
+
+    def prepare(self, shape: CallShape) -> PreparedCall:
+        """The launch for ``shape``; ``ValueError`` if it does not fit the workspace."""
+        call = self._by_shape.get(shape)
+        if call is None:
+            call = self._by_shape[shape] = self._prepare(shape)
+            self._by_number.append(call)
+        return call
+
+    def launch(self, call: PreparedCall, launch_with_pdl: bool) -> None:
+        """Start the call; ``AllReduceTimeoutError`` if this or an earlier one ran out of time."""
+        self.raise_on_timeout()
+        call.kernel.launch(call.params, call.num_ctas, launch_with_pdl)
+        self.raise_on_timeout()
+
+    def raise_on_timeout(self) -> None:
+        """Raise ``AllReduceTimeoutError`` if a kernel has recorded a timeout by now."""
+        record = self._substrate.timeout_record
+        if record.state == 0:
+            return
+        call = self._by_number[record.call]
+        raise AllReduceTimeoutError(
+            f"rank {record.rank} waited {self._settings.timeout_ns / 1e9:g} s "
+            f"(FLASHINFER_AR_TIMEOUT_S) for data of rank {record.peer}: kernel {call.kind.value} "
+            f"({call.shape.epilogue.value}), token {record.pack // call.shape.hidden_packs} of "
+            f"[{call.shape.num_tokens}, {call.shape.hidden_size}] {call.shape.dtype.value}, "
+            f"epoch {record.epoch}. The workspace can only be closed"
+        )
+
+    def slots_sufficient(self, shape: CallShape) -> bool:
+        """Whether the ring holds a call of this shape."""
+        return self._needed_bytes(shape) <= self._settings.generation_bytes
+
+    # ---- From a shape to a launch -----------------------------------------------------------
+
+    def _kind(self, shape: CallShape) -> KernelKind:
+        world_size = self._settings.world_size
+        return resolve(shape.strategy, self._substrate.target, world_size, shape.message_bytes)
+
+    def _needed_bytes(self, shape: CallShape) -> int:
+        return plan.generation_bytes(
+            self._kind(shape), self._settings.world_size, shape.message_bytes
+        )
+
+    def _prepare(self, shape: CallShape) -> PreparedCall:
+        self._require_capacity(shape)
+        kind = self._kind(shape)
+        spec = self._spec(kind, shape.dtype, shape.epilogue, shape.hidden_size)
+        rows = plan.num_rows(spec.geometry, shape.epilogue, shape.num_tokens, shape.hidden_packs)
+        num_ctas = min(rows, self._max_clusters(spec)) * spec.geometry.cluster
+        return PreparedCall(shape, kind, self._load(spec), num_ctas, self._params(shape))
+
+    def _max_clusters(self, spec: KernelSpec) -> int:
+        own = self._settings
+        cluster = spec.geometry.cluster
+        return plan.max_clusters(spec.target, cluster, own.ranks_on_device, own.max_ctas)
+
+    def _require_residency(self, spec: KernelSpec, kernel: LoadedKernel) -> None:
+        """Refuse a device that cannot hold the largest grids: some CTAs would never start."""
+        needed = self._max_clusters(spec) * self._settings.ranks_on_device
+        held = kernel.max_resident_clusters()
+        if needed > held:
+            raise CudaError(
+                f"{spec.name} needs {needed} clusters of {spec.geometry.cluster} CTAs at once on "
+                f"this device (ranks on it: {self._settings.ranks_on_device}), which holds {held} "
+                f"(a MIG slice or green context holds fewer than the whole device). Set "
+                f"FLASHINFER_AR_MAX_CTAS, the CTAs of one rank, to a lower number on all ranks"
+            )
+
+    def _require_capacity(self, shape: CallShape) -> None:
+        shown = f"input: [{shape.num_tokens}, {shape.hidden_size}] {shape.dtype.value}"
+        if not self.slots_sufficient(shape):
+            raise ValueError(
+                f"{shown} needs {self._needed_bytes(shape)} bytes of workspace with strategy "
+                f"{self._kind(shape).name}; allowed is buffer_size_bytes="
+                f"{self._settings.generation_bytes}"
+            )
+        limit = plan.max_hidden_size(shape.dtype)
+        if shape.epilogue is Epilogue.ADD_RMS_NORM and shape.hidden_size > limit:
+            raise ValueError(f"{shown}: allowed with RMSNorm is a hidden size up to {limit}")
+
+    def _params(self, shape: CallShape) -> Params:
+        params = params_type(self._settings.world_size)()
+        params.rings[:] = list(self._memory.peers)
+        params.multicast = self._memory.multicast or 0
+        params.control = self._substrate.control
+        params.timeout_record = ctypes.addressof(self._substrate.timeout_record)
+        params.timeout_ns = self._settings.timeout_ns
+        params.generation_packs = self._settings.generation_bytes // PACK_BYTES
+        params.num_tokens = shape.num_tokens
+        params.hidden_packs = shape.hidden_packs
+        params.rank = self._settings.rank
+        params.call = len(self._by_number)
+        return params
+
+    # ---- From a launch to a kernel ----------------------------------------------------------
+
+    def _specs_to_load(self) -> Iterator[KernelSpec]:
+        own = self._settings
+        for kind in KernelKind:
+            for dtype in DType:
+                yield self._spec(kind, dtype, Epilogue.NONE, None)
+                yield self._spec(kind, dtype, Epilogue.ADD_RMS_NORM, None)
+            if own.hidden_size is not None and own.dtype is not None:
+                yield self._spec(kind, own.dtype, Epilogue.ADD_RMS_NORM, own.hidden_size)
+
+    def _spec(
+        self, kind: KernelKind, dtype: DType, epilogue: Epilogue, hidden_size: int | None
+    ) -> KernelSpec:
+        """The instance for this hidden size: its own where there is one, else the generic one."""
+        own = self._settings
+        compiled = self._substrate.compiles_rank
+        own_instance = (dtype, hidden_size) == (own.dtype, own.hidden_size)
+        if epilogue is Epilogue.NONE or (compiled and not own_instance):
+            hidden_size = None
+        hidden_packs = None if hidden_size is None else hidden_size // dtype.per_pack
+        return KernelSpec(
+            kind=kind,
+            dtype=dtype,
+            world_size=own.world_size,
+            rank=own.rank if compiled else None,
+            hidden_size=hidden_size if compiled else None,
+            epilogue=epilogue,
+            geometry=plan.geometry(self._substrate.target, epilogue, hidden_packs),
+            target=self._substrate.target,
+            multicast=self._memory.multicast is not None,
+        )
+
+    def _load(self, spec: KernelSpec) -> LoadedKernel:
+        kernel = self._kernels.get(spec)
+        if kernel is None:
+            kernel = self._kernels[spec] = self._substrate.load(spec)
+        return kernel

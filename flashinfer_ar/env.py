@@ -1,0 +1,73 @@
+"""Every environment variable that flashinfer_ar reads, in one place and at the time of use."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+_MULTICAST_SWITCHES = (
+    "FLASHINFER_AR_MULTICAST",
+    "NCCL_NVLS_ENABLE",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST",
+    "NVSHMEM_DISABLE_NVLS",
+)
+
+
+def timeout_s() -> float:
+    """``FLASHINFER_AR_TIMEOUT_S``: seconds that any wait for a peer may take (default 60)."""
+    return _positive_float("FLASHINFER_AR_TIMEOUT_S", 60.0)
+
+
+def cache_dir() -> Path:
+    """``FLASHINFER_AR_CACHE_DIR``: the kernel cache (default ``~/.cache/flashinfer_ar``)."""
+    named = os.environ.get("FLASHINFER_AR_CACHE_DIR")
+    if named:
+        return Path(named)
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path("~/.cache").expanduser()) / "flashinfer_ar"
+
+
+def host_compiler() -> str:
+    """``FLASHINFER_AR_CXX``: the C++20 compiler of the host substrate (default ``g++``)."""
+    return os.environ.get("FLASHINFER_AR_CXX", "g++")
+
+
+def cuda_archs() -> tuple[str, ...]:
+    """``FLASHINFER_AR_CUDA_ARCHS``: targets of ahead-of-time builds, such as ``9.0a;10.0a``.
+
+    Empty or unset means every supported target; the JIT layer refuses unsupported ones by name.
+    """
+    listed = os.environ.get("FLASHINFER_AR_CUDA_ARCHS", "")
+    return tuple(item.strip() for item in listed.replace(",", ";").split(";") if item.strip())
+
+
+def max_ctas() -> int | None:
+    """``FLASHINFER_AR_MAX_CTAS``: cap on the CTAs of one launch; the same on every rank."""
+    value = os.environ.get("FLASHINFER_AR_MAX_CTAS")
+    if not value:
+        return None
+    if not value.isdecimal() or int(value) < 1:
+        raise ValueError(f"FLASHINFER_AR_MAX_CTAS={value!r}: allowed is a whole number from 1")
+    return int(value)
+
+
+def multicast_switched_off_by() -> str | None:
+    """The switch, ours or the ecosystem's, that turns NVLink multicast off; ``None`` if none."""
+    for name in _MULTICAST_SWITCHES:
+        off = "0" if name in ("FLASHINFER_AR_MULTICAST", "NCCL_NVLS_ENABLE") else "1"
+        if os.environ.get(name) == off:
+            return f"{name}={off}"
+    return None
+
+
+def _positive_float(name: str, default: float) -> float:
+    value = os.environ.get(name)
+    if not value:
+        return default
+    try:
+        number = float(value)
+    except ValueError:
+        number = 0.0
+    if not 0.0 < number < float("inf"):
+        raise ValueError(f"{name}={value!r}: allowed is a positive number of seconds")
+    return number

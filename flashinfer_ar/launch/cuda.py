@@ -1,0 +1,143 @@
+"""The CUDA substrate: kernels as cubins, launched on torch's current stream."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+from cuda.bindings import driver
+
+from flashinfer_ar.bootstrap import CommBackend, InProcessBackend
+from flashinfer_ar.driver import checked, current_context, primary_context
+from flashinfer_ar.errors import SymmetricMemoryError
+from flashinfer_ar.jit import KernelSpec, build
+from flashinfer_ar.jit.nvrtc import target_of_device
+from flashinfer_ar.jit.params import Control, Params, TimeoutRecord
+from flashinfer_ar.memory import SymmetricMemory
+from flashinfer_ar.memory.cuda_local import CudaLocalMemory
+
+
+class CudaKernel:
+    """A kernel of a loaded module, with a launch configuration that is reused."""
+
+    def __init__(self, spec: KernelSpec, device_index: int, context: Any) -> None:
+        self._device_index = device_index
+        self._context = context
+        cubin = build(spec).read_bytes()
+        self._module = checked(driver.cuModuleLoadData, cubin)
+        self._function = checked(driver.cuModuleGetFunction, self._module, spec.name.encode())
+        self._cluster = spec.geometry.cluster
+        self._config = driver.CUlaunchConfig()
+        self._config.gridDimY = self._config.gridDimZ = 1
+        self._config.blockDimX = spec.geometry.threads
+        self._config.blockDimY = self._config.blockDimZ = 1
+        self._config.sharedMemBytes = spec.shared_bytes
+        cluster = [_cluster_attribute(self._cluster)] if self._cluster > 1 else []
+        self._attributes = {False: cluster, True: [*cluster, _pdl_attribute()]}
+
+    def launch(self, params: Params, num_ctas: int, launch_with_pdl: bool) -> None:
+        """Enqueue the kernel on torch's current stream of the device."""
+        config = self._config
+        config.gridDimX = num_ctas
+        config.hStream = torch._C._cuda_getCurrentRawStream(self._device_index)
+        attributes = self._attributes[launch_with_pdl]
+        config.attrs = attributes
+        config.numAttrs = len(attributes)
+        # One argument: an array of one pointer, to the parameter block, which the driver copies.
+        arguments = (ctypes.c_void_p * 1)(ctypes.addressof(params))
+        with current_context(self._context):
+            checked(driver.cuLaunchKernelEx, config, self._function, ctypes.addressof(arguments), 0)
+
+    def max_resident_clusters(self) -> int:
+        """As the driver computes it, for a device with nothing else on it."""
+        config = self._config
+        config.gridDimX = self._cluster
+        config.attrs = self._attributes[False]
+        config.numAttrs = len(config.attrs)
+        with current_context(self._context):
+            if self._cluster > 1:
+                return int(checked(driver.cuOccupancyMaxActiveClusters, self._function, config))
+            device = checked(driver.cuCtxGetDevice)
+            per_sm = checked(
+                driver.cuOccupancyMaxActiveBlocksPerMultiprocessor,
+                self._function,
+                config.blockDimX,
+                config.sharedMemBytes,
+            )
+            attribute = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
+            return int(per_sm) * int(checked(driver.cuDeviceGetAttribute, attribute, device))
+
+
+class CudaSubstrate:
+    """One rank on one GPU; its ring is memory of that GPU, outside torch's pools."""
+
+    compiles_rank = True
+
+    def __init__(self, device: torch.device) -> None:
+        torch.cuda.init()
+        self._device = device
+        self._context = primary_context(device.index)
+        self.target = target_of_device(*torch.cuda.get_device_capability(device))
+        with current_context(self._context):
+            self.control = int(checked(driver.cuMemAlloc, ctypes.sizeof(Control)))
+            checked(driver.cuMemsetD8, self.control, 0, ctypes.sizeof(Control))
+            # Pinned: a kernel writes it, the CPU reads it without a copy.
+            self._record_address = int(
+                checked(
+                    driver.cuMemHostAlloc,
+                    ctypes.sizeof(TimeoutRecord),
+                    driver.CU_MEMHOSTALLOC_PORTABLE,
+                )
+            )
+        ctypes.memset(self._record_address, 0, ctypes.sizeof(TimeoutRecord))
+        self.timeout_record = TimeoutRecord.from_address(self._record_address)
+
+    def allocate(self, comm: CommBackend, size_bytes: int) -> SymmetricMemory:
+        if not isinstance(comm, InProcessBackend):
+            # Raised on all ranks alike: it depends on the kind of group alone.
+            raise SymmetricMemoryError(
+                "CUDA memory is not shared between processes yet: allowed are ranks of one process "
+                "on one GPU (run_ranks)"
+            )
+        return CudaLocalMemory.allocate(comm, size_bytes, self._device, self._context)
+
+    def fill(self, address: int, size_bytes: int, word: int) -> None:
+        with current_context(self._context):
+            checked(driver.cuMemsetD32, address, word, size_bytes // 4)
+            checked(driver.cuCtxSynchronize)
+
+    def load(self, spec: KernelSpec) -> CudaKernel:
+        with current_context(self._context):
+            return CudaKernel(spec, self._device.index, self._context)
+
+    def ranks_on_device(self, comm: CommBackend) -> int:
+        uuid = str(torch.cuda.get_device_properties(self._device).uuid)
+        return comm.allgather(uuid).count(uuid)
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self._device)
+
+    def close(self) -> None:
+        if not self.control:
+            return
+        with current_context(self._context):
+            checked(driver.cuMemFree, self.control)
+            checked(driver.cuMemFreeHost, self._record_address)
+        self.control = 0
+
+
+def _cluster_attribute(cluster: int) -> Any:
+    attribute = driver.CUlaunchAttribute()
+    attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+    attribute.value.clusterDim.x = cluster
+    attribute.value.clusterDim.y = 1
+    attribute.value.clusterDim.z = 1
+    return attribute
+
+
+def _pdl_attribute() -> Any:
+    attribute = driver.CUlaunchAttribute()
+    attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    attribute.value.programmaticStreamSerializationAllowed = 1
+    return attribute

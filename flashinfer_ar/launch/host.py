@@ -1,0 +1,72 @@
+"""The host substrate: ranks are threads or processes of one machine, kernels run where called."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+
+from flashinfer_ar.bootstrap import CommBackend, InProcessBackend
+from flashinfer_ar.jit import HOST_TARGET, KernelSpec, build
+from flashinfer_ar.jit.params import Control, Params, TimeoutRecord
+from flashinfer_ar.memory import HostSharedMemory, InProcessMemory, SymmetricMemory
+
+
+class HostKernel:
+    """A kernel in a shared object. ctypes releases the GIL while it runs."""
+
+    def __init__(self, spec: KernelSpec) -> None:
+        self._entry = ctypes.CDLL(str(build(spec)))[spec.name]
+        self._entry.argtypes = (ctypes.c_void_p, ctypes.c_uint32)
+        self._entry.restype = None
+
+    def launch(self, params: Params, num_ctas: int, launch_with_pdl: bool) -> None:
+        """Run the kernel to its end; there is no earlier grid to overlap with."""
+        del launch_with_pdl
+        self._entry(ctypes.addressof(params), num_ctas)
+
+    def max_resident_clusters(self) -> int:
+        """No limit: every thread of a grid is a fiber."""
+        return sys.maxsize
+
+
+class HostSubstrate:
+    """Kernels as fibers of the calling thread, rings in memory that all ranks map."""
+
+    target = HOST_TARGET
+    # Compiling takes a second here, so one shared object serves every rank.
+    compiles_rank = False
+
+    def __init__(self) -> None:
+        self._control = Control()
+        self._record = TimeoutRecord()
+
+    @property
+    def control(self) -> int:
+        return ctypes.addressof(self._control)
+
+    @property
+    def timeout_record(self) -> TimeoutRecord:
+        return self._record
+
+    def allocate(self, comm: CommBackend, size_bytes: int) -> SymmetricMemory:
+        if isinstance(comm, InProcessBackend):
+            return InProcessMemory.allocate(comm, size_bytes)
+        return HostSharedMemory.allocate(comm, size_bytes)
+
+    def fill(self, address: int, size_bytes: int, word: int) -> None:
+        pattern = word.to_bytes(4, "little") * (min(size_bytes, 1 << 20) // 4)
+        for offset in range(0, size_bytes, len(pattern)):
+            ctypes.memmove(address + offset, pattern, min(len(pattern), size_bytes - offset))
+
+    def load(self, spec: KernelSpec) -> HostKernel:
+        return HostKernel(spec)
+
+    def ranks_on_device(self, comm: CommBackend) -> int:
+        del comm
+        return 1  # fibers of different ranks never wait for each other's core to be free
+
+    def synchronize(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass

@@ -1,0 +1,85 @@
+"""Geometry, grid and memory of a call: pure functions of its shape and of fixed settings.
+
+Never of free memory or of the local device's size: every rank computes the same plan.
+"""
+
+from __future__ import annotations
+
+from flashinfer_ar.jit import HOST_TARGET, DType, Epilogue, Geometry, KernelKind
+from flashinfer_ar.jit.spec import PACK_BYTES, WARP_SIZE
+
+# CTAs of one launch by cluster size. Grids are persistent, with rows in a grid-stride loop, because
+# a waiting CTA keeps its place: all of a grid must be resident at once, one CTA an SM. An H200 has
+# 132 SMs, a B200 148; the SMs of a cluster lie in one GPC, so larger clusters leave some SMs
+# unused. On the host threads are fibers of one core, and more CTAs only cost.
+_HOPPER_CTAS = {1: 128, 2: 128, 4: 112, 8: 96}
+_BLACKWELL_CTAS = {1: 144, 2: 144, 4: 128, 8: 112}
+_MAX_CTAS = {
+    "sm_90a": _HOPPER_CTAS,
+    "sm_100a": _BLACKWELL_CTAS,
+    "sm_103a": _BLACKWELL_CTAS,
+    HOST_TARGET: {1: 4},
+}
+
+_MAX_ROW_PACKS = 8192
+_GENERIC_CUDA = Geometry(warps=16, cluster=8, packs_per_thread=2)
+
+
+def max_hidden_size(dtype: DType) -> int:
+    """The largest hidden size that the fused kernels take, in elements."""
+    return _MAX_ROW_PACKS * dtype.per_pack
+
+
+def geometry(target: str, epilogue: Epilogue, hidden_packs: int | None) -> Geometry:
+    """The shape of one row's work; ``hidden_packs=None`` for an instance that takes any row."""
+    if target == HOST_TARGET:
+        return _host_geometry(epilogue, hidden_packs)
+    if epilogue is Epilogue.NONE:
+        return Geometry(warps=4, cluster=1, packs_per_thread=1)
+    return _GENERIC_CUDA if hidden_packs is None else _cluster_geometry(hidden_packs)
+
+
+def _host_geometry(epilogue: Epilogue, hidden_packs: int | None) -> Geometry:
+    """One warp of fibers, with a power of two of packs each so that few kernels are ever built."""
+    if epilogue is Epilogue.NONE:
+        return Geometry(warps=1, cluster=1, packs_per_thread=4)
+    packs_per_lane = -(-(hidden_packs or _MAX_ROW_PACKS) // WARP_SIZE)
+    return Geometry(warps=1, cluster=1, packs_per_thread=1 << (packs_per_lane - 1).bit_length())
+
+
+def _cluster_geometry(hidden_packs: int) -> Geometry:
+    """Spread a token over more SMs as it grows: each adds its share of L2 bandwidth."""
+    cluster = next((n for n in (1, 2, 4) if hidden_packs <= n * n * 128), 8)
+    packs_per_thread = 1 if hidden_packs <= cluster * 16 * WARP_SIZE else 2
+    warps = -(-hidden_packs // (cluster * packs_per_thread * WARP_SIZE))
+    return Geometry(warps, cluster, packs_per_thread)
+
+
+def max_clusters(target: str, cluster: int, ranks_on_device: int, max_ctas: int | None) -> int:
+    """The most clusters of one launch. Ranks that share a device share its room.
+
+    ``max_ctas`` (``FLASHINFER_AR_MAX_CTAS``) replaces the table's cap on the CTAs of one rank.
+    """
+    ctas = max_ctas or _MAX_CTAS[target][cluster] // ranks_on_device
+    return max(ctas // cluster, 1)
+
+
+def num_rows(shape: Geometry, epilogue: Epilogue, num_tokens: int, hidden_packs: int) -> int:
+    """Rows of a call, each the work of one cluster: tokens, or tiles where tokens do not matter."""
+    if epilogue is Epilogue.NONE:
+        return -(-num_tokens * hidden_packs // shape.row_packs)
+    return num_tokens
+
+
+def slots(kind: KernelKind, world_size: int, num_packs: int) -> int:
+    """Slots of one generation that ``num_packs`` packs use; the layouts are in the kernels."""
+    if kind is KernelKind.ONESHOT:
+        return world_size * num_packs
+    stripes = -(-num_packs // WARP_SIZE)
+    owner_packs = -(-stripes // world_size) * WARP_SIZE
+    return world_size * owner_packs + num_packs
+
+
+def generation_bytes(kind: KernelKind, world_size: int, message_bytes: int) -> int:
+    """Bytes of one generation that a message of ``message_bytes`` (of one rank) needs."""
+    return slots(kind, world_size, -(-message_bytes // PACK_BYTES)) * PACK_BYTES

@@ -1,0 +1,318 @@
+"""The workspace: one rank's ring and kernels, made and closed together with its peers'."""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+
+from flashinfer_ar import env, plan
+from flashinfer_ar.bootstrap import CommBackend, agree_on_value, agreed_step, default_comm_backend
+from flashinfer_ar.calls import Calls, CallShape, PreparedCall, Settings
+from flashinfer_ar.jit import DType, Epilogue, KernelKind
+from flashinfer_ar.jit.spec import MAX_WORLD_SIZE, PACK_BYTES
+from flashinfer_ar.launch import Substrate, substrate_of, target_of
+from flashinfer_ar.mapping import Mapping
+from flashinfer_ar.strategy import MNNVLAllreduceFusionStrategy as Strategy
+from flashinfer_ar.strategy import one_shot_max_bytes, resolve
+
+SENTINEL = 0x80000000
+NUM_GENERATIONS = 2
+
+DTYPES = {
+    torch.float32: DType.FLOAT32,
+    torch.float16: DType.FLOAT16,
+    torch.bfloat16: DType.BFLOAT16,
+}
+
+
+class AllReduceFusionWorkspace:
+    """Base class, with FlashInfer's names."""
+
+    backend = ""
+
+    def __init__(self, world_size: int, rank: int) -> None:
+        self.world_size = world_size
+        self.rank = rank
+
+    def destroy(self) -> None:
+        """Give back what the workspace holds; collective, safe twice."""
+        raise NotImplementedError
+
+
+class MNNVLAllReduceFusionWorkspace(AllReduceFusionWorkspace):
+    """Symmetric memory and kernels of one tensor-parallel group, for messages up to a fixed size.
+
+    Collective: every rank of ``mapping.tp_group`` makes one, with equal arguments. A workspace is
+    one sequence of calls, the same on every rank; two workspaces are independent. One whose call
+    raised :class:`~flashinfer_ar.errors.AllReduceTimeoutError` can only be closed.
+
+    Args:
+        mapping: this rank's place; the group is its tensor-parallel group of 1 to 72 ranks.
+        max_num_tokens: tokens of the largest call that strategy ``AUTO`` has to take.
+        hidden_dim: hidden size of that call; it gets kernels compiled for it.
+        dtype: dtype of that call: float32, float16 or bfloat16. Other hidden sizes and dtypes run
+            too, as long as the message fits.
+        buffer_size_in_bytes: bytes of one of the two generations, instead of what that call needs.
+        comm_backend: how the ranks meet: the tensor-parallel group itself, or all of
+            ``mapping.world_size`` ranks. Default: the world of torch.distributed or of MPI,
+            whichever has that size.
+        device: where the tensors live. Default: the current CUDA device, without one the CPU.
+        force_oneshot_support: make room for one-shot calls of ``max_num_tokens`` too.
+
+    Raises:
+        ValueError, TypeError: a wrong argument.
+        SymmetricMemoryError, JitError, BootstrapError: the machine or a peer; on all ranks alike.
+
+    Names, argument order and sizing rule are those of FlashInfer's class.
+    """
+
+    backend = "mnnvl"
+
+    def __init__(
+        self,
+        mapping: Mapping,
+        max_num_tokens: int | None = None,
+        hidden_dim: int | None = None,
+        dtype: torch.dtype | None = None,
+        buffer_size_in_bytes: int | None = None,
+        comm_backend: CommBackend | None = None,
+        *,
+        device: torch.device | str | None = None,
+        force_oneshot_support: bool = False,
+    ) -> None:
+        _require_sizes(mapping.tp_size, max_num_tokens, hidden_dim, dtype, buffer_size_in_bytes)
+        super().__init__(mapping.tp_size, mapping.tp_rank)
+        self.device = _device_of(device)
+        self.tp_size = mapping.tp_size
+        if buffer_size_in_bytes is None:
+            assert max_num_tokens and hidden_dim and dtype  # checked above
+            buffer_size_in_bytes = _generation_bytes(
+                target_of(self.device),
+                mapping.tp_size,
+                max_num_tokens * hidden_dim * dtype.itemsize,
+                force_oneshot_support,
+            )
+        self.buffer_size_bytes = _round_up_to_pack(buffer_size_in_bytes)
+        self._open = False
+        comm = _tensor_parallel_group(mapping, comm_backend)
+        with contextlib.ExitStack() as undo:
+            self._create(comm, hidden_dim, dtype, undo)
+            undo.pop_all()
+        self._open = True
+
+    def _create(
+        self,
+        comm: CommBackend,
+        hidden_dim: int | None,
+        dtype: torch.dtype | None,
+        undo: contextlib.ExitStack,
+    ) -> None:
+        with agreed_step(comm, f"open {self.device}"):
+            self._substrate: Substrate = substrate_of(self.device)
+            undo.callback(self._substrate.close)
+        _agree_on_arguments(comm, self._substrate.target, self.buffer_size_bytes, hidden_dim, dtype)
+        settings = Settings(
+            world_size=self.world_size,
+            rank=self.rank,
+            hidden_size=hidden_dim,
+            dtype=None if dtype is None else DTYPES[dtype],
+            generation_bytes=self.buffer_size_bytes,
+            ranks_on_device=max(comm.allgather(self._substrate.ranks_on_device(comm))),
+            max_ctas=env.max_ctas(),
+            timeout_ns=int(env.timeout_s() * 1e9),
+        )
+        self._memory = self._substrate.allocate(comm, self.workspace_size_bytes)
+        undo.callback(self._memory.close)
+        self._calls = Calls(settings, self._substrate, self._memory)
+        # A peer publishes as soon as it may: nobody goes on before every ring is armed.
+        with agreed_step(comm, "arm the ring and load the kernels"):
+            self._substrate.fill(self._memory.local, self.workspace_size_bytes, SENTINEL)
+            self._calls.load_ahead()
+
+    # ---- Sizes ------------------------------------------------------------------------------
+
+    @property
+    def workspace_size_bytes(self) -> int:
+        """Bytes of this rank's ring: both generations."""
+        return NUM_GENERATIONS * self.buffer_size_bytes
+
+    @property
+    def uc_ptr_local(self) -> int:
+        """The address of this rank's ring."""
+        return self._memory.local
+
+    @property
+    def uc_ptrs(self) -> tuple[int, ...]:
+        """The addresses of all ranks' rings, as this process maps them."""
+        return self._memory.peers
+
+    @property
+    def mc_ptr(self) -> int | None:
+        """The multicast address of the rings; ``None`` where stores are unicast."""
+        return self._memory.multicast
+
+    @staticmethod
+    def get_required_buffer_size_bytes(
+        tp_size: int,
+        num_tokens: int,
+        hidden_dim: int,
+        dtype: torch.dtype,
+        strategy: Strategy = Strategy.AUTO,
+        *,
+        device: torch.device | str | None = None,
+    ) -> int:
+        """Bytes of one generation (``buffer_size_in_bytes``) that a call of this shape needs."""
+        message_bytes = num_tokens * hidden_dim * dtype.itemsize
+        kind = resolve(strategy, target_of(_device_of(device)), tp_size, message_bytes)
+        return plan.generation_bytes(kind, tp_size, message_bytes)
+
+    def is_buffer_size_sufficient(
+        self,
+        tp_size: int,
+        num_tokens: int,
+        hidden_dim: int,
+        dtype: torch.dtype,
+        use_oneshot: bool | None = None,
+        strategy: Strategy = Strategy.AUTO,
+    ) -> bool:
+        """Whether a call of this shape fits; ``use_oneshot`` is another way to say ``strategy``."""
+        shape = CallShape(
+            num_tokens=num_tokens,
+            hidden_size=hidden_dim,
+            dtype=DTYPES[dtype],
+            epilogue=Epilogue.NONE,
+            strategy=strategy if use_oneshot is None else strategy_of(use_oneshot),
+        )
+        return tp_size == self.world_size and self._calls.slots_sufficient(shape)
+
+    # ---- Calls and end ----------------------------------------------------------------------
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the workspace takes calls."""
+        return self._open
+
+    def prepare(self, shape: CallShape) -> PreparedCall:
+        """The launch for a checked shape; ``ValueError`` if it does not fit."""
+        return self._calls.prepare(shape)
+
+    def launch(self, call: PreparedCall, launch_with_pdl: bool) -> None:
+        """Start a prepared call on the current stream; on the host, run it to its end.
+
+        Raises ``AllReduceTimeoutError`` if this call, or on a GPU an earlier one, ran out of time.
+        """
+        self._calls.launch(call, launch_with_pdl)
+
+    def synchronize(self) -> None:
+        """Return when all calls have ended; ``AllReduceTimeoutError`` if one ran out of time."""
+        self._substrate.synchronize()
+        self._calls.raise_on_timeout()
+
+    def close(self) -> None:
+        """Free the ring; collective, safe twice. For every rank, before its process ends."""
+        if not self._open:
+            return
+        self._open = False
+        self._substrate.synchronize()
+        self._memory.close()
+        self._substrate.close()
+
+    def destroy(self) -> None:
+        """FlashInfer's name for :meth:`close`."""
+        self.close()
+
+    def __enter__(self) -> MNNVLAllReduceFusionWorkspace:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+
+def strategy_of(use_oneshot: bool | None) -> Strategy:
+    """The strategy that FlashInfer's ``use_oneshot`` means."""
+    return {None: Strategy.AUTO, True: Strategy.ONESHOT, False: Strategy.TWOSHOT}[use_oneshot]
+
+
+def _device_of(device: torch.device | str | None) -> torch.device:
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(device)
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"device={device}: allowed is a CPU or CUDA device")
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+def _require_sizes(
+    tp_size: int,
+    max_num_tokens: int | None,
+    hidden_dim: int | None,
+    dtype: torch.dtype | None,
+    buffer_size_in_bytes: int | None,
+) -> None:
+    if not 1 <= tp_size <= MAX_WORLD_SIZE:
+        raise ValueError(f"mapping.tp_size={tp_size}: allowed is 1 to {MAX_WORLD_SIZE}")
+    sizes = {
+        "max_num_tokens": max_num_tokens,
+        "hidden_dim": hidden_dim,
+        "buffer_size_in_bytes": buffer_size_in_bytes,
+    }
+    for name, size in sizes.items():
+        if size is not None and (not isinstance(size, int) or size < 1):
+            raise ValueError(f"{name}={size!r}: allowed is a whole number from 1")
+    if dtype is not None and dtype not in DTYPES:
+        raise ValueError(f"dtype={dtype}: allowed is float32, float16 or bfloat16")
+    if dtype is not None and hidden_dim is not None and hidden_dim % DTYPES[dtype].per_pack:
+        raise ValueError(f"hidden_dim={hidden_dim}: allowed is a multiple of 16 bytes of {dtype}")
+    if buffer_size_in_bytes is None and None in (max_num_tokens, hidden_dim, dtype):
+        raise ValueError(
+            "max_num_tokens, hidden_dim, dtype: allowed is all three, or buffer_size_in_bytes alone"
+        )
+
+
+def _round_up_to_pack(size_bytes: int) -> int:
+    rounded = -(-size_bytes // PACK_BYTES) * PACK_BYTES
+    if rounded // PACK_BYTES > 0xFFFFFFFF:
+        raise ValueError(
+            f"a generation of {rounded} bytes: allowed is less than {2**32 * PACK_BYTES}"
+        )
+    return rounded
+
+
+def _generation_bytes(target: str, world_size: int, largest: int, force_oneshot: bool) -> int:
+    """Room for every message up to ``largest`` bytes with ``AUTO``, and one-shot if forced."""
+    one_shot = largest if force_oneshot else min(largest, one_shot_max_bytes(target, world_size))
+    sizes = [plan.generation_bytes(KernelKind.ONESHOT, world_size, one_shot)]
+    if one_shot < largest:
+        sizes.append(plan.generation_bytes(KernelKind.TWOSHOT, world_size, largest))
+    return max(sizes)
+
+
+def _tensor_parallel_group(mapping: Mapping, comm: CommBackend | None) -> CommBackend:
+    if comm is None:
+        comm = default_comm_backend(mapping.world_size)
+    if comm.Get_size() == mapping.world_size and mapping.tp_size < mapping.world_size:
+        comm = comm.Split(mapping.rank // mapping.tp_size, mapping.tp_rank)
+    place = (comm.Get_rank(), comm.Get_size())
+    if place != (mapping.tp_rank, mapping.tp_size):
+        raise ValueError(
+            f"comm_backend: rank {place[0]} of {place[1]}; allowed is rank {mapping.tp_rank} of "
+            f"{mapping.tp_size} (mapping.tp_rank and tp_size), or the whole world"
+        )
+    return comm
+
+
+def _agree_on_arguments(
+    comm: CommBackend,
+    target: str,
+    generation_bytes: int,
+    hidden_dim: int | None,
+    dtype: torch.dtype | None,
+) -> None:
+    agree_on_value(comm, "the device's architecture", target)
+    agree_on_value(comm, "the buffer size in bytes", generation_bytes)
+    agree_on_value(comm, "hidden_dim and dtype", (hidden_dim, str(dtype)))
+    agree_on_value(comm, "FLASHINFER_AR_MAX_CTAS", env.max_ctas())
+    agree_on_value(comm, "FLASHINFER_AR_TIMEOUT_S", env.timeout_s())

@@ -1,0 +1,192 @@
+"""Builds CUDA kernels with NVRTC through cuda-python: no nvcc, host compiler, headers or GPU."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from flashinfer_ar import env
+from flashinfer_ar.errors import JitError
+from flashinfer_ar.jit import cache
+
+SUPPORTED_TARGETS = ("sm_90a", "sm_100a", "sm_103a")
+
+_SOURCE_NAME = "kernel.cu"
+_FLAGS = (
+    "-std=c++20",
+    # Every product rounds on its own; fma stands where the source says so.
+    "-fmad=false",
+    "-lineinfo",
+    # Else NVRTC searches the working directory, whose files the cache key does not cover.
+    "-no-source-include",
+)
+
+
+@dataclass(frozen=True)
+class ResourceUsage:
+    """What ptxas reports for a binary; with several functions, the largest value of each."""
+
+    registers: int
+    stack_frame_bytes: int
+    spill_store_bytes: int
+    spill_load_bytes: int
+    shared_bytes: int
+
+
+def target_of_arch(arch: str) -> str:
+    """The target named by ``arch``: ``9.0a``, ``9.0``, ``sm_90a`` and ``sm_90`` are ``sm_90a``.
+
+    Raises ``ValueError`` for an architecture without kernels here, such as ``8.9``.
+    """
+    parsed = re.fullmatch(r"(?:sm_(\d+)(\d)|(\d+)\.(\d))a?", arch.strip())
+    major, minor = [group for group in parsed.groups() if group] if parsed else ("", "")
+    return _supported(f"sm_{major}{minor}a", f"arch={arch!r}")
+
+
+def target_of_device(major: int, minor: int) -> str:
+    """The target of a device's compute capability; ``ValueError`` as :func:`target_of_arch`."""
+    return _supported(f"sm_{major}{minor}a", f"a device of compute capability {major}.{minor}")
+
+
+def requested_targets() -> tuple[str, ...]:
+    """The targets of ahead-of-time builds: those that ``FLASHINFER_AR_CUDA_ARCHS`` lists, else all.
+
+    Raises ``ValueError`` as :func:`target_of_arch`.
+    """
+    return tuple(dict.fromkeys(map(target_of_arch, env.cuda_archs()))) or SUPPORTED_TARGETS
+
+
+def _supported(target: str, described: str) -> str:
+    if target not in SUPPORTED_TARGETS:
+        raise ValueError(f"{described} is not supported; allowed: 9.0a, 10.0a, 10.3a")
+    return target
+
+
+def build_cubin(name: str, source: str, target: str) -> Path:
+    """The path of the cubin of ``source`` for ``target``, from the cache or compiled now.
+
+    Raises ``ValueError`` for an unsupported target and :class:`JitError` if NVRTC is missing or
+    refuses the source.
+    """
+    build_input = cache.BuildInput(
+        name=name,
+        source=source,
+        file_name=_SOURCE_NAME,
+        binary_name="kernel.cubin",
+        command=("nvrtc", f"-arch={target_of_arch(target)}", *_FLAGS, "--ptxas-options=-v"),
+        compiler=_identity(),
+    )
+
+    def compile_in(folder: Path) -> None:
+        with _program(source) as program:
+            outcome = _compile(program, build_input.command)
+            (folder / cache.LOG_NAME).write_bytes(_output(program, "ProgramLog"))
+            if outcome:
+                raise JitError(outcome)
+            (folder / build_input.binary_name).write_bytes(_output(program, "CUBIN"))
+
+    return cache.cached_binary(build_input, compile_in)
+
+
+def compile_ptx(source: str, target: str) -> str:
+    """The PTX of ``source`` for ``target``, not cached. Raises as :func:`build_cubin`."""
+    command = ("nvrtc", f"-arch={target_of_arch(target)}", *_FLAGS)
+    with _program(source) as program:
+        outcome = _compile(program, command)
+        if outcome:
+            log = _output(program, "ProgramLog").decode(errors="replace")
+            raise JitError(f"{outcome}\ncommand: {' '.join(command)}\n{log}")
+        return _output(program, "PTX").decode()
+
+
+def resource_usage(binary: Path) -> ResourceUsage:
+    """Registers and memory of a kernel of :func:`build_cubin`, read from the log beside it.
+
+    Raises :class:`JitError` if that log has no report.
+    """
+    log = binary.with_name(cache.LOG_NAME)
+    text = log.read_text(errors="replace")
+
+    def largest(pattern: str) -> int:
+        return max(map(int, re.findall(pattern, text)), default=0)
+
+    if not largest(r"Used (\d+) registers"):
+        raise JitError(f"no resource report of ptxas in {log}")
+    return ResourceUsage(
+        registers=largest(r"Used (\d+) registers"),
+        stack_frame_bytes=largest(r"(\d+) bytes stack frame"),
+        spill_store_bytes=largest(r"(\d+) bytes spill stores"),
+        spill_load_bytes=largest(r"(\d+) bytes spill loads"),
+        shared_bytes=largest(r"(\d+) bytes smem"),
+    )
+
+
+def _compile(program: object, command: tuple[str, ...]) -> str:
+    """Compile; the empty string for success, else what NVRTC calls the failure."""
+    options = [os.fsencode(option) for option in (*command[1:], f"-I{cache.include_dir()}")]
+    nvrtc = _bindings()
+    (result,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
+    return "" if result == nvrtc.nvrtcResult.NVRTC_SUCCESS else str(result.name)
+
+
+@contextlib.contextmanager
+def _program(source: str) -> Iterator[object]:
+    program = _call("nvrtcCreateProgram", source.encode(), _SOURCE_NAME.encode(), 0, [], [])
+    try:
+        yield program
+    finally:
+        _call("nvrtcDestroyProgram", program)
+
+
+def _output(program: object, what: str) -> bytes:
+    # A bytearray: the binding writes into the buffer, and short bytes objects are shared.
+    buffer = bytearray(_call(f"nvrtcGet{what}Size", program))
+    _call(f"nvrtcGet{what}", program, buffer)
+    return bytes(buffer) if what == "CUBIN" else bytes(buffer).rstrip(b"\0")
+
+
+def _call(function: str, *arguments: object) -> Any:
+    nvrtc = _bindings()
+    result, *values = getattr(nvrtc, function)(*arguments)
+    if result != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+        raise JitError(f"{function} answered {result.name}")
+    return values[0] if values else None
+
+
+def _identity() -> str:
+    """Version and size of the library: the version alone does not tell patch releases apart."""
+    major, minor, size = _library()
+    return f"NVRTC {major}.{minor}, {size} bytes"
+
+
+@functools.cache
+def _library() -> tuple[int, int, int]:
+    nvrtc = _bindings()
+    try:
+        _, major, minor = nvrtc.nvrtcVersion()
+        loaded = importlib.import_module("cuda.pathfinder").load_nvidia_dynamic_lib("nvrtc")
+    except (ImportError, RuntimeError) as error:
+        raise _missing(error) from error
+    return major, minor, Path(loaded.abs_path).stat().st_size
+
+
+def _bindings() -> ModuleType:
+    try:
+        return importlib.import_module("cuda.bindings.nvrtc")
+    except ImportError as error:
+        raise _missing(error) from error
+
+
+def _missing(error: Exception) -> JitError:
+    return JitError(
+        "CUDA kernels need NVRTC; install it with: pip install cuda-bindings nvidia-cuda-nvrtc "
+        f"(with CUDA 12: nvidia-cuda-nvrtc-cu12); loading it failed with: {error}"
+    )
