@@ -24,6 +24,12 @@ from flashinfer_ar.errors import (
     JitError,
     SymmetricMemoryError,
 )
+from flashinfer_ar.fusion import (
+    AllReduceFusionPattern,
+    QuantizationSFLayout,
+    allreduce_fusion,
+    create_allreduce_fusion_workspace,
+)
 from flashinfer_ar.mapping import Mapping
 from flashinfer_ar.strategy import MNNVLAllreduceFusionStrategy
 from flashinfer_ar.workspace import AllReduceFusionWorkspace, MNNVLAllReduceFusionWorkspace
@@ -31,6 +37,7 @@ from flashinfer_ar.workspace import AllReduceFusionWorkspace, MNNVLAllReduceFusi
 __version__ = "0.1.0"
 
 __all__ = [
+    "AllReduceFusionPattern",
     "AllReduceFusionWorkspace",
     "AllReduceTimeoutError",
     "BootstrapError",
@@ -43,8 +50,11 @@ __all__ = [
     "MNNVLAllreduceFusionStrategy",
     "MPIBackend",
     "Mapping",
+    "QuantizationSFLayout",
     "SymmetricMemoryError",
     "TorchDistBackend",
+    "allreduce_fusion",
+    "create_allreduce_fusion_workspace",
     "run_ranks",
     "trtllm_mnnvl_allreduce",
     "trtllm_mnnvl_fused_allreduce_add_rmsnorm",

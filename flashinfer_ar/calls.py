@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from flashinfer_ar import plan
 from flashinfer_ar.errors import AllReduceTimeoutError, CudaError
+from flashinfer_ar.instances import Instances
 from flashinfer_ar.jit import DType, Epilogue, KernelKind, KernelSpec
 from flashinfer_ar.jit.params import Params, params_type
 from flashinfer_ar.jit.spec import PACK_BYTES
@@ -69,6 +69,14 @@ class Calls:
         self._settings = settings
         self._substrate = substrate
         self._memory = memory
+        self._instances = Instances(
+            target=substrate.target,
+            world_size=settings.world_size,
+            rank=settings.rank if substrate.compiles_rank else None,
+            hidden_size=settings.hidden_size,
+            dtype=settings.dtype,
+            multicast=memory.multicast is not None,
+        )
         self._kernels: dict[KernelSpec, LoadedKernel] = {}
         self._by_shape: dict[CallShape, PreparedCall] = {}
         self._by_number: list[PreparedCall] = []
@@ -80,7 +88,7 @@ class Calls:
         that wants to load. The host has no such wait and builds kernels at their first use.
         """
         if self._substrate.compiles_rank:
-            for spec in self._specs_to_load():
+            for spec in self._instances.ahead():
                 self._require_residency(spec, self._load(spec))
 
     def prepare(self, shape: CallShape) -> PreparedCall:
@@ -129,7 +137,7 @@ class Calls:
     def _prepare(self, shape: CallShape) -> PreparedCall:
         self._require_capacity(shape)
         kind = self._kind(shape)
-        spec = self._spec(kind, shape.dtype, shape.epilogue, shape.hidden_size)
+        spec = self._instances.of_call(kind, shape.dtype, shape.epilogue, shape.hidden_size)
         rows = plan.num_rows(spec.geometry, shape.epilogue, shape.num_tokens, shape.hidden_packs)
         num_ctas = min(rows, self._max_clusters(spec)) * spec.geometry.cluster
         return PreparedCall(shape, kind, self._load(spec), num_ctas, self._params(shape))
@@ -176,39 +184,6 @@ class Calls:
         params.rank = self._settings.rank
         params.call = len(self._by_number)
         return params
-
-    # ---- From a launch to a kernel ----------------------------------------------------------
-
-    def _specs_to_load(self) -> Iterator[KernelSpec]:
-        own = self._settings
-        for kind in KernelKind:
-            for dtype in DType:
-                yield self._spec(kind, dtype, Epilogue.NONE, None)
-                yield self._spec(kind, dtype, Epilogue.ADD_RMS_NORM, None)
-            if own.hidden_size is not None and own.dtype is not None:
-                yield self._spec(kind, own.dtype, Epilogue.ADD_RMS_NORM, own.hidden_size)
-
-    def _spec(
-        self, kind: KernelKind, dtype: DType, epilogue: Epilogue, hidden_size: int | None
-    ) -> KernelSpec:
-        """The instance for this hidden size: its own where there is one, else the generic one."""
-        own = self._settings
-        compiled = self._substrate.compiles_rank
-        own_instance = (dtype, hidden_size) == (own.dtype, own.hidden_size)
-        if epilogue is Epilogue.NONE or (compiled and not own_instance):
-            hidden_size = None
-        hidden_packs = None if hidden_size is None else hidden_size // dtype.per_pack
-        return KernelSpec(
-            kind=kind,
-            dtype=dtype,
-            world_size=own.world_size,
-            rank=own.rank if compiled else None,
-            hidden_size=hidden_size if compiled else None,
-            epilogue=epilogue,
-            geometry=plan.geometry(self._substrate.target, epilogue, hidden_packs),
-            target=self._substrate.target,
-            multicast=self._memory.multicast is not None,
-        )
 
     def _load(self, spec: KernelSpec) -> LoadedKernel:
         kernel = self._kernels.get(spec)

@@ -83,3 +83,11 @@ def slots(kind: KernelKind, world_size: int, num_packs: int) -> int:
 def generation_bytes(kind: KernelKind, world_size: int, message_bytes: int) -> int:
     """Bytes of one generation that a message of ``message_bytes`` (of one rank) needs."""
     return slots(kind, world_size, -(-message_bytes // PACK_BYTES)) * PACK_BYTES
+
+
+def generation_bytes_for_all(world_size: int, largest: int, one_shot_max: int) -> int:
+    """Room for every message up to ``largest`` bytes two-shot, and up to ``one_shot_max`` one-shot."""
+    return max(
+        generation_bytes(KernelKind.TWOSHOT, world_size, largest),
+        generation_bytes(KernelKind.ONESHOT, world_size, min(largest, one_shot_max)),
+    )

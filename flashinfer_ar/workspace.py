@@ -9,7 +9,7 @@ import torch
 from flashinfer_ar import env, plan
 from flashinfer_ar.bootstrap import CommBackend, agree_on_value, agreed_step, default_comm_backend
 from flashinfer_ar.calls import Calls, CallShape, PreparedCall, Settings
-from flashinfer_ar.jit import DType, Epilogue, KernelKind
+from flashinfer_ar.jit import DType, Epilogue
 from flashinfer_ar.jit.spec import MAX_WORLD_SIZE, PACK_BYTES
 from flashinfer_ar.launch import Substrate, substrate_of, target_of
 from flashinfer_ar.mapping import Mapping
@@ -87,11 +87,10 @@ class MNNVLAllReduceFusionWorkspace(AllReduceFusionWorkspace):
         self.tp_size = mapping.tp_size
         if buffer_size_in_bytes is None:
             assert max_num_tokens and hidden_dim and dtype  # checked above
-            buffer_size_in_bytes = _generation_bytes(
-                target_of(self.device),
-                mapping.tp_size,
-                max_num_tokens * hidden_dim * dtype.itemsize,
-                force_oneshot_support,
+            largest = max_num_tokens * hidden_dim * dtype.itemsize
+            one_shot = one_shot_max_bytes(target_of(self.device), mapping.tp_size)
+            buffer_size_in_bytes = plan.generation_bytes_for_all(
+                mapping.tp_size, largest, largest if force_oneshot_support else one_shot
             )
         self.buffer_size_bytes = _round_up_to_pack(buffer_size_in_bytes)
         self._open = False
@@ -231,7 +230,11 @@ class MNNVLAllReduceFusionWorkspace(AllReduceFusionWorkspace):
 
 def strategy_of(use_oneshot: bool | None) -> Strategy:
     """The strategy that FlashInfer's ``use_oneshot`` means."""
-    return {None: Strategy.AUTO, True: Strategy.ONESHOT, False: Strategy.TWOSHOT}[use_oneshot]
+    if use_oneshot is None:
+        return Strategy.AUTO
+    if not isinstance(use_oneshot, bool):
+        raise TypeError(f"use_oneshot: {use_oneshot!r}; allowed is True, False or None")
+    return Strategy.ONESHOT if use_oneshot else Strategy.TWOSHOT
 
 
 def _device_of(device: torch.device | str | None) -> torch.device:
@@ -279,15 +282,6 @@ def _round_up_to_pack(size_bytes: int) -> int:
             f"a generation of {rounded} bytes: allowed is less than {2**32 * PACK_BYTES}"
         )
     return rounded
-
-
-def _generation_bytes(target: str, world_size: int, largest: int, force_oneshot: bool) -> int:
-    """Room for every message up to ``largest`` bytes with ``AUTO``, and one-shot if forced."""
-    one_shot = largest if force_oneshot else min(largest, one_shot_max_bytes(target, world_size))
-    sizes = [plan.generation_bytes(KernelKind.ONESHOT, world_size, one_shot)]
-    if one_shot < largest:
-        sizes.append(plan.generation_bytes(KernelKind.TWOSHOT, world_size, largest))
-    return max(sizes)
 
 
 def _tensor_parallel_group(mapping: Mapping, comm: CommBackend | None) -> CommBackend:
