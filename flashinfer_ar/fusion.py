@@ -15,7 +15,8 @@ from flashinfer_ar.allreduce import (
 from flashinfer_ar.bootstrap import CommBackend, TorchDistBackend
 from flashinfer_ar.jit.spec import MAX_WORLD_SIZE
 from flashinfer_ar.mapping import Mapping
-from flashinfer_ar.workspace import MNNVLAllReduceFusionWorkspace, strategy_of
+from flashinfer_ar.strategy import strategy_of
+from flashinfer_ar.workspace import MNNVLAllReduceFusionWorkspace
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

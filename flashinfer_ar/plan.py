@@ -86,8 +86,18 @@ def generation_bytes(kind: KernelKind, world_size: int, message_bytes: int) -> i
 
 
 def generation_bytes_for_all(world_size: int, largest: int, one_shot_max: int) -> int:
-    """Room for every message up to ``largest`` bytes two-shot, and up to ``one_shot_max`` one-shot."""
+    """Room for messages up to ``largest`` bytes two-shot and up to ``one_shot_max`` one-shot."""
     return max(
         generation_bytes(KernelKind.TWOSHOT, world_size, largest),
         generation_bytes(KernelKind.ONESHOT, world_size, min(largest, one_shot_max)),
     )
+
+
+def whole_packs(size_bytes: int) -> int:
+    """``size_bytes`` rounded up to whole packs, which 32-bit slot numbers must be able to count."""
+    rounded = -(-size_bytes // PACK_BYTES) * PACK_BYTES
+    if rounded // PACK_BYTES > 0xFFFFFFFF:
+        raise ValueError(
+            f"a generation of {rounded} bytes: allowed is less than {2**32 * PACK_BYTES}"
+        )
+    return rounded

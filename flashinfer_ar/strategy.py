@@ -16,6 +16,19 @@ class MNNVLAllreduceFusionStrategy(enum.Enum):
     AUTO = 99
 
 
+def strategy_of(use_oneshot: bool | None) -> MNNVLAllreduceFusionStrategy:
+    """The strategy that FlashInfer's ``use_oneshot`` means."""
+    if use_oneshot is None:
+        return MNNVLAllreduceFusionStrategy.AUTO
+    if not isinstance(use_oneshot, bool):
+        raise TypeError(f"use_oneshot: {use_oneshot!r}; allowed is True, False or None")
+    return (
+        MNNVLAllreduceFusionStrategy.ONESHOT
+        if use_oneshot
+        else MNNVLAllreduceFusionStrategy.TWOSHOT
+    )
+
+
 # The largest message in bytes (num_tokens * hidden * itemsize of one rank) that AUTO sends one-
 # shot, by world size; a world size between two entries takes the larger one's limit.
 #

@@ -10,11 +10,11 @@ from flashinfer_ar import env, plan
 from flashinfer_ar.bootstrap import CommBackend, agree_on_value, agreed_step, default_comm_backend
 from flashinfer_ar.calls import Calls, CallShape, PreparedCall, Settings
 from flashinfer_ar.jit import DType, Epilogue
-from flashinfer_ar.jit.spec import MAX_WORLD_SIZE, PACK_BYTES
+from flashinfer_ar.jit.spec import MAX_WORLD_SIZE
 from flashinfer_ar.launch import Substrate, substrate_of, target_of
 from flashinfer_ar.mapping import Mapping
 from flashinfer_ar.strategy import MNNVLAllreduceFusionStrategy as Strategy
-from flashinfer_ar.strategy import one_shot_max_bytes, resolve
+from flashinfer_ar.strategy import one_shot_max_bytes, resolve, strategy_of
 
 SENTINEL = 0x80000000
 NUM_GENERATIONS = 2
@@ -92,7 +92,7 @@ class MNNVLAllReduceFusionWorkspace(AllReduceFusionWorkspace):
             buffer_size_in_bytes = plan.generation_bytes_for_all(
                 mapping.tp_size, largest, largest if force_oneshot_support else one_shot
             )
-        self.buffer_size_bytes = _round_up_to_pack(buffer_size_in_bytes)
+        self.buffer_size_bytes = plan.whole_packs(buffer_size_in_bytes)
         self._open = False
         comm = _tensor_parallel_group(mapping, comm_backend)
         with contextlib.ExitStack() as undo:
@@ -228,15 +228,6 @@ class MNNVLAllReduceFusionWorkspace(AllReduceFusionWorkspace):
         self.close()
 
 
-def strategy_of(use_oneshot: bool | None) -> Strategy:
-    """The strategy that FlashInfer's ``use_oneshot`` means."""
-    if use_oneshot is None:
-        return Strategy.AUTO
-    if not isinstance(use_oneshot, bool):
-        raise TypeError(f"use_oneshot: {use_oneshot!r}; allowed is True, False or None")
-    return Strategy.ONESHOT if use_oneshot else Strategy.TWOSHOT
-
-
 def _device_of(device: torch.device | str | None) -> torch.device:
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -273,15 +264,6 @@ def _require_sizes(
         raise ValueError(
             "max_num_tokens, hidden_dim, dtype: allowed is all three, or buffer_size_in_bytes alone"
         )
-
-
-def _round_up_to_pack(size_bytes: int) -> int:
-    rounded = -(-size_bytes // PACK_BYTES) * PACK_BYTES
-    if rounded // PACK_BYTES > 0xFFFFFFFF:
-        raise ValueError(
-            f"a generation of {rounded} bytes: allowed is less than {2**32 * PACK_BYTES}"
-        )
-    return rounded
 
 
 def _tensor_parallel_group(mapping: Mapping, comm: CommBackend | None) -> CommBackend:

@@ -153,7 +153,10 @@ class Turn {
     }
   }
 
+  // A result of the own rank is late because another of its threads waits for a contribution; that
+  // thread knows whose.
   FAR_DEVICE void record_timeout(int peer, uint32_t pack) const {
+    if (peer == rank()) return;
     if (exchange_relaxed_device(&params_.control->expired, 1) != 0) return;
     TimeoutRecord* record = params_.timeout_record;
     record->rank = rank();
