@@ -46,7 +46,9 @@ def trtllm_mnnvl_allreduce(
     """
     arguments.check_workspace(workspace)
     arguments.check_input(input, workspace)
+    arguments.check_flag("launch_with_pdl", launch_with_pdl)
     output = arguments.check_or_make("output", output, input)
+    arguments.check_apart_or_same("output", output, {"input": input})
     call = _prepare(input, workspace, Epilogue.NONE, strategy)
     if call is not None:
         call.params.input = input.data_ptr()
@@ -96,8 +98,12 @@ def trtllm_mnnvl_fused_allreduce_add_rmsnorm(
     arguments.check_gamma("gamma", gamma, input)
     output = arguments.check_or_make("output", output, input)
     residual_out = arguments.check_or_make("residual_out", residual_out, input)
-    if output.data_ptr() == residual_out.data_ptr() and output.numel():
-        raise ValueError("residual_out: the same memory as output; allowed is another tensor")
+    inputs = {"input": input, "residual_in": residual_in}
+    arguments.check_apart_or_same("output", output, inputs)
+    arguments.check_apart_or_same("residual_out", residual_out, inputs)
+    arguments.check_apart("residual_out", residual_out, {"output": output, "gamma": gamma})
+    arguments.check_apart("output", output, {"gamma": gamma})
+    arguments.check_flag("launch_with_pdl", launch_with_pdl)
     if epsilon is None:
         epsilon = torch.finfo(input.dtype).eps
     epsilon = arguments.check_number("epsilon", epsilon)

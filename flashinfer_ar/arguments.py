@@ -6,13 +6,15 @@ is allowed; nothing has been written by then.
 
 from __future__ import annotations
 
-import math
+from collections.abc import Mapping
 
 import torch
 
 from flashinfer_ar.jit.spec import PACK_BYTES
 from flashinfer_ar.strategy import MNNVLAllreduceFusionStrategy
 from flashinfer_ar.workspace import DTYPES, MNNVLAllReduceFusionWorkspace
+
+_MAX_FLOAT32 = torch.finfo(torch.float32).max
 
 
 def check_workspace(workspace: object) -> MNNVLAllReduceFusionWorkspace:
@@ -33,12 +35,19 @@ def check_strategy(strategy: object) -> MNNVLAllreduceFusionStrategy:
     return strategy
 
 
+def check_flag(name: str, value: object) -> bool:
+    """True or False."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name}: {value!r}; allowed is True or False")
+    return value
+
+
 def check_number(name: str, value: object) -> float:
-    """A finite number."""
+    """A number that is finite in fp32, in which kernels take it."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name}: {value!r}; allowed is a number")
-    if not math.isfinite(value):
-        raise ValueError(f"{name}: {value!r}; allowed is a finite number")
+    if not abs(value) <= _MAX_FLOAT32:  # also NaN
+        raise ValueError(f"{name}: {value!r}; allowed is a number that is finite in fp32")
     return float(value)
 
 
@@ -82,6 +91,31 @@ def check_gamma(name: str, tensor: object, like: torch.Tensor) -> torch.Tensor:
 def check_or_make(name: str, tensor: object, like: torch.Tensor) -> torch.Tensor:
     """The given output tensor, or a new one where none was given."""
     return torch.empty_like(like) if tensor is None else check_like_input(name, tensor, like)
+
+
+def check_apart(name: str, tensor: torch.Tensor, others: Mapping[str, torch.Tensor]) -> None:
+    """No memory in common with another output."""
+    for other_name, other in others.items():
+        if _overlap(tensor, other):
+            raise ValueError(f"{name}: overlaps {other_name}; allowed is memory of its own")
+
+
+def check_apart_or_same(
+    name: str, tensor: torch.Tensor, others: Mapping[str, torch.Tensor]
+) -> None:
+    """In place of an input, or apart from it, but not shifted against it."""
+    for other_name, other in others.items():
+        if _overlap(tensor, other) and tensor.data_ptr() != other.data_ptr():
+            raise ValueError(
+                f"{name}: overlaps {other_name} in part; allowed is {other_name} itself or memory "
+                f"apart from it"
+            )
+
+
+def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two contiguous tensors of one device share bytes."""
+    starts = one.data_ptr(), other.data_ptr()
+    return starts[0] < starts[1] + other.nbytes and starts[1] < starts[0] + one.nbytes
 
 
 def _tensor(name: str, value: object) -> torch.Tensor:

@@ -81,53 +81,64 @@ class MNNVLAllReduceFusionWorkspace(AllReduceFusionWorkspace):
         device: torch.device | str | None = None,
         force_oneshot_support: bool = False,
     ) -> None:
-        _require_sizes(mapping.tp_size, max_num_tokens, hidden_dim, dtype, buffer_size_in_bytes)
+        _require_arguments(mapping, max_num_tokens, hidden_dim, dtype, buffer_size_in_bytes)
+        _require_device(device)
         super().__init__(mapping.tp_size, mapping.tp_rank)
-        self.device = _device_of(device)
         self.tp_size = mapping.tp_size
-        if buffer_size_in_bytes is None:
-            assert max_num_tokens and hidden_dim and dtype  # checked above
-            largest = max_num_tokens * hidden_dim * dtype.itemsize
-            one_shot = one_shot_max_bytes(target_of(self.device), mapping.tp_size)
-            buffer_size_in_bytes = plan.generation_bytes_for_all(
-                mapping.tp_size, largest, largest if force_oneshot_support else one_shot
-            )
-        self.buffer_size_bytes = plan.whole_packs(buffer_size_in_bytes)
         self._open = False
         comm = _tensor_parallel_group(mapping, comm_backend)
         with contextlib.ExitStack() as undo:
-            self._create(comm, hidden_dim, dtype, undo)
+            # What this machine or its environment may refuse is everybody's error.
+            with agreed_step(comm, "open the device and read the environment"):
+                self.device = _device_of(device)
+                self._substrate: Substrate = substrate_of(self.device)
+                undo.callback(self._substrate.close)
+                timeout_s, max_ctas = env.timeout_s(), env.max_ctas()
+            self.buffer_size_bytes = plan.whole_packs(
+                buffer_size_in_bytes
+                or self._bytes_for(max_num_tokens, hidden_dim, dtype, force_oneshot_support)
+            )
+            for name, value in {
+                "the device's architecture": self._substrate.target,
+                "the buffer size in bytes": self.buffer_size_bytes,
+                "hidden_dim and dtype": (hidden_dim, str(dtype)),
+                "FLASHINFER_AR_TIMEOUT_S": timeout_s,
+                "FLASHINFER_AR_MAX_CTAS": max_ctas,
+            }.items():
+                agree_on_value(comm, name, value)
+            settings = Settings(
+                world_size=self.world_size,
+                rank=self.rank,
+                hidden_size=hidden_dim,
+                dtype=None if dtype is None else DTYPES[dtype],
+                generation_bytes=self.buffer_size_bytes,
+                ranks_on_device=_ranks_on_device(comm, self._substrate),
+                max_ctas=max_ctas,
+                timeout_ns=int(timeout_s * 1e9),
+            )
+            self._memory = self._substrate.allocate(comm, self.workspace_size_bytes)
+            undo.callback(self._memory.close)
+            self._calls = Calls(settings, self._substrate, self._memory)
+            # A peer publishes as soon as it may: nobody goes on before every ring is armed.
+            with agreed_step(comm, "arm the ring and load the kernels"):
+                self._substrate.fill(self._memory.local, self.workspace_size_bytes, SENTINEL)
+                self._calls.load_ahead()
             undo.pop_all()
         self._open = True
 
-    def _create(
+    def _bytes_for(
         self,
-        comm: CommBackend,
+        max_num_tokens: int | None,
         hidden_dim: int | None,
         dtype: torch.dtype | None,
-        undo: contextlib.ExitStack,
-    ) -> None:
-        with agreed_step(comm, f"open {self.device}"):
-            self._substrate: Substrate = substrate_of(self.device)
-            undo.callback(self._substrate.close)
-        _agree_on_arguments(comm, self._substrate.target, self.buffer_size_bytes, hidden_dim, dtype)
-        settings = Settings(
-            world_size=self.world_size,
-            rank=self.rank,
-            hidden_size=hidden_dim,
-            dtype=None if dtype is None else DTYPES[dtype],
-            generation_bytes=self.buffer_size_bytes,
-            ranks_on_device=max(comm.allgather(self._substrate.ranks_on_device(comm))),
-            max_ctas=env.max_ctas(),
-            timeout_ns=int(env.timeout_s() * 1e9),
+        force_oneshot: bool,
+    ) -> int:
+        assert max_num_tokens and hidden_dim and dtype  # checked before
+        largest = max_num_tokens * hidden_dim * dtype.itemsize
+        one_shot = one_shot_max_bytes(self._substrate.target, self.world_size)
+        return plan.generation_bytes_for_all(
+            self.world_size, largest, largest if force_oneshot else one_shot
         )
-        self._memory = self._substrate.allocate(comm, self.workspace_size_bytes)
-        undo.callback(self._memory.close)
-        self._calls = Calls(settings, self._substrate, self._memory)
-        # A peer publishes as soon as it may: nobody goes on before every ring is armed.
-        with agreed_step(comm, "arm the ring and load the kernels"):
-            self._substrate.fill(self._memory.local, self.workspace_size_bytes, SENTINEL)
-            self._calls.load_ahead()
 
     # ---- Sizes ------------------------------------------------------------------------------
 
@@ -179,7 +190,7 @@ class MNNVLAllReduceFusionWorkspace(AllReduceFusionWorkspace):
         shape = CallShape(
             num_tokens=num_tokens,
             hidden_size=hidden_dim,
-            dtype=DTYPES[dtype],
+            dtype=_supported(dtype),
             epilogue=Epilogue.NONE,
             strategy=strategy if use_oneshot is None else strategy_of(use_oneshot),
         )
@@ -205,17 +216,19 @@ class MNNVLAllReduceFusionWorkspace(AllReduceFusionWorkspace):
 
     def synchronize(self) -> None:
         """Return when all calls have ended; ``AllReduceTimeoutError`` if one ran out of time."""
-        self._substrate.synchronize()
-        self._calls.raise_on_timeout()
+        if self._open:
+            self._substrate.synchronize()
+            self._calls.raise_on_timeout()
 
     def close(self) -> None:
         """Free the ring; collective, safe twice. For every rank, before its process ends."""
         if not self._open:
             return
         self._open = False
-        self._substrate.synchronize()
-        self._memory.close()
-        self._substrate.close()
+        with contextlib.ExitStack() as resources:
+            resources.callback(self._substrate.close)
+            resources.callback(self._memory.close)
+            self._substrate.synchronize()
 
     def destroy(self) -> None:
         """FlashInfer's name for :meth:`close`."""
@@ -228,26 +241,37 @@ class MNNVLAllReduceFusionWorkspace(AllReduceFusionWorkspace):
         self.close()
 
 
-def _device_of(device: torch.device | str | None) -> torch.device:
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(device)
-    if device.type not in ("cpu", "cuda"):
+def _supported(dtype: torch.dtype) -> DType:
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype={dtype}: allowed is float32, float16 or bfloat16")
+    return DTYPES[dtype]
+
+
+def _require_device(device: torch.device | str | None) -> None:
+    if device is not None and torch.device(device).type not in ("cpu", "cuda"):
         raise ValueError(f"device={device}: allowed is a CPU or CUDA device")
-    if device.type == "cuda" and device.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return device
 
 
-def _require_sizes(
-    tp_size: int,
+def _device_of(device: torch.device | str | None) -> torch.device:
+    """The device as tensors name it: ``cuda`` with its index, ``cpu`` without one."""
+    chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if chosen.type == "cpu":
+        return torch.device("cpu")
+    index = torch.cuda.current_device() if chosen.index is None else chosen.index
+    return torch.device("cuda", index)
+
+
+def _require_arguments(
+    mapping: Mapping,
     max_num_tokens: int | None,
     hidden_dim: int | None,
     dtype: torch.dtype | None,
     buffer_size_in_bytes: int | None,
 ) -> None:
-    if not 1 <= tp_size <= MAX_WORLD_SIZE:
-        raise ValueError(f"mapping.tp_size={tp_size}: allowed is 1 to {MAX_WORLD_SIZE}")
+    if not isinstance(mapping, Mapping):
+        raise TypeError(f"mapping: {type(mapping).__name__}; allowed is a Mapping")
+    if mapping.tp_size > MAX_WORLD_SIZE:
+        raise ValueError(f"mapping.tp_size={mapping.tp_size}: allowed is 1 to {MAX_WORLD_SIZE}")
     sizes = {
         "max_num_tokens": max_num_tokens,
         "hidden_dim": hidden_dim,
@@ -256,9 +280,8 @@ def _require_sizes(
     for name, size in sizes.items():
         if size is not None and (not isinstance(size, int) or size < 1):
             raise ValueError(f"{name}={size!r}: allowed is a whole number from 1")
-    if dtype is not None and dtype not in DTYPES:
-        raise ValueError(f"dtype={dtype}: allowed is float32, float16 or bfloat16")
-    if dtype is not None and hidden_dim is not None and hidden_dim % DTYPES[dtype].per_pack:
+    per_pack = 1 if dtype is None else _supported(dtype).per_pack
+    if hidden_dim is not None and hidden_dim % per_pack:
         raise ValueError(f"hidden_dim={hidden_dim}: allowed is a multiple of 16 bytes of {dtype}")
     if buffer_size_in_bytes is None and None in (max_num_tokens, hidden_dim, dtype):
         raise ValueError(
@@ -280,15 +303,7 @@ def _tensor_parallel_group(mapping: Mapping, comm: CommBackend | None) -> CommBa
     return comm
 
 
-def _agree_on_arguments(
-    comm: CommBackend,
-    target: str,
-    generation_bytes: int,
-    hidden_dim: int | None,
-    dtype: torch.dtype | None,
-) -> None:
-    agree_on_value(comm, "the device's architecture", target)
-    agree_on_value(comm, "the buffer size in bytes", generation_bytes)
-    agree_on_value(comm, "hidden_dim and dtype", (hidden_dim, str(dtype)))
-    agree_on_value(comm, "FLASHINFER_AR_MAX_CTAS", env.max_ctas())
-    agree_on_value(comm, "FLASHINFER_AR_TIMEOUT_S", env.timeout_s())
+def _ranks_on_device(comm: CommBackend, substrate: Substrate) -> int:
+    """The most ranks of the group that share one device."""
+    identities = comm.allgather(substrate.device_identity)
+    return max(1 if each is None else identities.count(each) for each in identities)

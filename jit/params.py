@@ -1,7 +1,8 @@
 """The structs that Python and kernels share, as ctypes; the layout of include/.../config.cuh.
 
 Generated sources assert size and offsets (:func:`layout_assertions`), so the two sides of a struct
-cannot disagree: such a kernel does not compile.
+cannot disagree: such a kernel does not compile. The structs end without padding, so that the size
+shows a field that only one side has.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ def params_type(world_size: int) -> type[Params]:
             ("control", ctypes.c_uint64),
             ("timeout_record", ctypes.c_uint64),
             ("timeout_ns", ctypes.c_uint64),
-            ("generation_packs", ctypes.c_uint32),
+            ("generation_packs", ctypes.c_uint64),
             ("num_tokens", ctypes.c_uint32),
             ("hidden_packs", ctypes.c_uint32),
             ("rank", ctypes.c_int32),

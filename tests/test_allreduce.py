@@ -99,6 +99,16 @@ def test_negative_subnormals_are_not_the_sentinel(strategy: Strategy, device: to
     check(2, calls, device)
 
 
+def test_subnormals_survive_a_process_that_flushes_them() -> None:
+    def flush(rank: int) -> None:
+        assert torch.set_flush_denormal(True)  # of the rank's own thread
+
+    rows = [_from_bits([0x8001, 0x0001, 0x8001, 0x807F] * 16, torch.bfloat16).reshape(1, 64)] * 2
+    calls = [Call(rows, strategy=strategy, before=flush) for strategy in STRATEGIES]
+    assert calls[0].expected()[0].count_nonzero() == 64
+    check(2, calls, torch.device("cpu"))
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_negative_zeros(strategy: Strategy, device: torch.device) -> None:
     calls = []

@@ -358,10 +358,10 @@ SAME = torch.empty_like(CALL.residual)
         (fused(residual_out=ROWS), r"residual_out: shape \[3, 72\]"),
         (fused(residual_in=ROWS), r"residual_in: shape \[3, 72\]"),
         (fused(rms_gamma=CALL.gamma[:8]), r"rms_gamma: shape \[8\]; allowed is \[64\]"),
-        (fused(rms_eps=float("nan")), "rms_eps: nan; allowed is a finite number"),
+        (fused(rms_eps=float("nan")), "rms_eps: nan; allowed is a number that is finite"),
         (
             fused(norm_out=SAME, residual_out=SAME),
-            "residual_out: the same memory as norm_out; allowed",
+            "residual_out: overlaps norm_out; allowed",
         ),
     ],
 )

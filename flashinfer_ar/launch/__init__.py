@@ -64,8 +64,9 @@ class Substrate(Protocol):
         """The kernel of ``spec``, built if need be; ``JitError`` if it cannot be."""
         ...
 
-    def ranks_on_device(self, comm: CommBackend) -> int:
-        """How many ranks of the group share this rank's device; collective."""
+    @property
+    def device_identity(self) -> str | None:
+        """Equal for two ranks that share a device's room for CTAs; ``None`` where none is short."""
         ...
 
     def synchronize(self) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import functools
 from typing import Any
 
 import torch
@@ -18,15 +20,21 @@ from flashinfer_ar.memory import SymmetricMemory
 from flashinfer_ar.memory.cuda_local import CudaLocalMemory
 
 
+@functools.cache
+def _load_function(spec: KernelSpec, device_index: int) -> Any:
+    """The function in a module that stays loaded, for all workspaces of the process."""
+    del device_index  # its context is current; a key of the cache
+    module = checked(driver.cuModuleLoadData, build(spec).read_bytes())
+    return checked(driver.cuModuleGetFunction, module, spec.name.encode())
+
+
 class CudaKernel:
-    """A kernel of a loaded module, with a launch configuration that is reused."""
+    """A kernel with a launch configuration that is reused."""
 
     def __init__(self, spec: KernelSpec, device_index: int, context: Any) -> None:
         self._device_index = device_index
         self._context = context
-        cubin = build(spec).read_bytes()
-        self._module = checked(driver.cuModuleLoadData, cubin)
-        self._function = checked(driver.cuModuleGetFunction, self._module, spec.name.encode())
+        self._function = _load_function(spec, device_index)
         self._cluster = spec.geometry.cluster
         self._config = driver.CUlaunchConfig()
         self._config.gridDimY = self._config.gridDimZ = 1
@@ -79,18 +87,16 @@ class CudaSubstrate:
         self._device = device
         self._context = primary_context(device.index)
         self.target = target_of_device(*torch.cuda.get_device_capability(device))
-        with current_context(self._context):
+        self.device_identity = str(torch.cuda.get_device_properties(device).uuid)
+        with contextlib.ExitStack() as undo, current_context(self._context):
             self.control = int(checked(driver.cuMemAlloc, ctypes.sizeof(Control)))
+            undo.callback(checked, driver.cuMemFree, self.control)
             checked(driver.cuMemsetD8, self.control, 0, ctypes.sizeof(Control))
             # Pinned: a kernel writes it, the CPU reads it without a copy.
-            self._record_address = int(
-                checked(
-                    driver.cuMemHostAlloc,
-                    ctypes.sizeof(TimeoutRecord),
-                    driver.CU_MEMHOSTALLOC_PORTABLE,
-                )
-            )
-        ctypes.memset(self._record_address, 0, ctypes.sizeof(TimeoutRecord))
+            size, flags = ctypes.sizeof(TimeoutRecord), driver.CU_MEMHOSTALLOC_PORTABLE
+            self._record_address = int(checked(driver.cuMemHostAlloc, size, flags))
+            undo.pop_all()
+        ctypes.memset(self._record_address, 0, size)
         self.timeout_record = TimeoutRecord.from_address(self._record_address)
 
     def allocate(self, comm: CommBackend, size_bytes: int) -> SymmetricMemory:
@@ -110,10 +116,6 @@ class CudaSubstrate:
     def load(self, spec: KernelSpec) -> CudaKernel:
         with current_context(self._context):
             return CudaKernel(spec, self._device.index, self._context)
-
-    def ranks_on_device(self, comm: CommBackend) -> int:
-        uuid = str(torch.cuda.get_device_properties(self._device).uuid)
-        return comm.allgather(uuid).count(uuid)
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self._device)

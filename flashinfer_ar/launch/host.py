@@ -35,6 +35,7 @@ class HostSubstrate:
     target = HOST_TARGET
     # Compiling takes a second here, so one shared object serves every rank.
     compiles_rank = False
+    device_identity = None
 
     def __init__(self) -> None:
         self._control = Control()
@@ -60,10 +61,6 @@ class HostSubstrate:
 
     def load(self, spec: KernelSpec) -> HostKernel:
         return HostKernel(spec)
-
-    def ranks_on_device(self, comm: CommBackend) -> int:
-        del comm
-        return 1  # fibers of different ranks never wait for each other's core to be free
 
     def synchronize(self) -> None:
         pass

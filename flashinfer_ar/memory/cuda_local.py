@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import torch
@@ -11,22 +12,39 @@ from flashinfer_ar.bootstrap import CommBackend, agree_on_value, agreed_step
 from flashinfer_ar.driver import checked, current_context
 
 
+class _Blocks:
+    """The blocks of all ranks, freed together when the last rank has let go."""
+
+    def __init__(self, addresses: list[int], context: Any) -> None:
+        self.addresses = tuple(addresses)
+        self._context = context
+        self._num_holders = len(addresses)
+        self._lock = threading.Lock()
+
+    def let_go(self) -> None:
+        with self._lock:
+            self._num_holders -= 1
+            if self._num_holders > 0:
+                return
+        with current_context(self._context):
+            for address in self.addresses:
+                checked(driver.cuMemFree, address)
+
+
 class CudaLocalMemory:
-    """One ``cuMemAlloc`` block a rank; every rank addresses all of them directly."""
+    """One ``cuMemAlloc`` block a rank; every rank addresses all of them directly.
+
+    ``close`` waits for nobody: a peer's kernels may still use the blocks, which live until every
+    rank has closed.
+    """
 
     multicast = None
 
-    def __init__(self, comm: CommBackend, blocks: list[int], size_bytes: int, context: Any) -> None:
-        self._comm = comm
-        self._context = context
-        self.peers = tuple(blocks)
+    def __init__(self, rank: int, blocks: _Blocks, size_bytes: int) -> None:
+        self._blocks: _Blocks | None = blocks
+        self.peers = blocks.addresses
+        self.local = self.peers[rank]
         self.size_bytes = size_bytes
-        self._open = True
-
-    @property
-    def local(self) -> int:
-        """The address of this rank's block."""
-        return self.peers[self._comm.Get_rank()]
 
     @classmethod
     def allocate(
@@ -38,15 +56,20 @@ class CudaLocalMemory:
         them cannot allocate.
         """
         agree_on_value(comm, "the device of virtual ranks", str(device))
-        with agreed_step(comm, "allocate CUDA memory"), current_context(context):
-            block = int(checked(driver.cuMemAlloc, size_bytes))
-        return cls(comm, comm.allgather(block), size_bytes, context)
+        address = 0
+        try:
+            with agreed_step(comm, "allocate CUDA memory"), current_context(context):
+                address = int(checked(driver.cuMemAlloc, size_bytes))
+        except Exception:
+            if address:
+                with current_context(context):
+                    checked(driver.cuMemFree, address)
+            raise
+        blocks = _Blocks(comm.allgather(address), context)
+        return cls(comm.Get_rank(), comm.bcast(blocks, 0), size_bytes)
 
     def close(self) -> None:
-        """Free this rank's block when no rank uses it any more: collective, safe twice."""
-        if not self._open:
-            return
-        self._open = False
-        self._comm.barrier()
-        with current_context(self._context):
-            checked(driver.cuMemFree, self.local)
+        """Let go of the blocks; safe twice."""
+        if self._blocks is not None:
+            self._blocks.let_go()
+            self._blocks = None

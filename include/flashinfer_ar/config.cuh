@@ -65,7 +65,7 @@ struct Params {
   Control* control;
   TimeoutRecord* timeout_record;
   uint64_t timeout_ns;
-  uint32_t generation_packs;  // half of a ring
+  uint64_t generation_packs;  // half of a ring
   uint32_t num_tokens;
   uint32_t hidden_packs;
   int32_t rank;

@@ -29,6 +29,11 @@
 // as fences at system scope: B's re-arm (call n) -> fence -> B's publish (n + 1), which A's await
 // reads -> fence -> A's publish (n + 2). A fence before a relaxed store that a relaxed load reads
 // before a fence synchronises, so B's re-arm comes before A's store in the order of that slot.
+// In a two-shot call with fewer stripes than ranks, A may read B's data only through the sum of an
+// owner C, whose load and store have no fence between them: there the memory model alone orders
+// nothing. The hardware does. B's re-arm has reached B's own memory before B's next grid starts,
+// C's store cannot leave before the load that it depends on, and A's store has to travel to that
+// memory.
 #pragma once
 
 #include "flashinfer_ar/config.cuh"
@@ -39,6 +44,7 @@ inline constexpr uint32_t kSentinel = 0x80000000u;
 inline constexpr uint32_t kNumGenerations = 2;
 inline constexpr uint32_t kCallsUnit = 65536;  // one finished call, in Control::epoch
 inline constexpr uint32_t kPollsPerClockRead = 64;
+inline constexpr int kNobody = -1;
 
 FAR_DEVICE Pack uniform_pack(uint32_t word) { return {{word, word, word, word}}; }
 
@@ -79,8 +85,9 @@ class Turn {
   }
 
   // Waits for up to `Count` slots as one batch: all loads in flight together, repeated until all
-  // have arrived. `batch` tells for i < Count: has(i), slot(i), and for the timeout record
-  // source(i), pack(i). After a timeout the values are NaN and `expired()` is true.
+  // have arrived. `batch` tells for i < Count: has(i), slot(i), and for the timeout record pack(i)
+  // and source(i), the rank that sends it or kNobody. After a timeout the values are NaN and
+  // `expired()` is true.
   template <int Count, typename Batch>
   FAR_DEVICE void await(const Batch& batch, Pack (&values)[Count]) {
     const Pack* ring = params_.rings[rank()] + in_generation(0);
@@ -130,7 +137,7 @@ class Turn {
 
  private:
   FAR_DEVICE uint64_t in_generation(uint32_t slot) const {
-    return static_cast<uint64_t>(epoch_ % kNumGenerations) * params_.generation_packs + slot;
+    return epoch_ % kNumGenerations * params_.generation_packs + slot;
   }
 
   // The clock starts at the first call, kPollsPerClockRead polls into the wait: a short wait never
@@ -153,10 +160,8 @@ class Turn {
     }
   }
 
-  // A result of the own rank is late because another of its threads waits for a contribution; that
-  // thread knows whose.
   FAR_DEVICE void record_timeout(int peer, uint32_t pack) const {
-    if (peer == rank()) return;
+    if (peer == kNobody) return;
     if (exchange_relaxed_device(&params_.control->expired, 1) != 0) return;
     TimeoutRecord* record = params_.timeout_record;
     record->rank = rank();

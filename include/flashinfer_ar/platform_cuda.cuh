@@ -161,7 +161,8 @@ FAR_DEVICE uint32_t bf16x2_of(float low, float high) {
 template <int Entries, int ClusterSize>
 class ClusterExchange {
  public:
-  // Called by all threads as early as possible; the arrival is awaited only in `open`.
+  // Called by all threads as early as possible; the arrival is awaited only in `open`. Not
+  // `.aligned`: a warp's lanes may come out of their waits at different times.
   FAR_DEVICE void prepare(Thread t) {
     if constexpr (ClusterSize > 1) {
       if (t.thread() == 0) {
@@ -173,14 +174,13 @@ class ClusterExchange {
         }
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
       }
-      asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+      asm volatile("barrier.cluster.arrive.release;" ::: "memory");
     }
   }
 
   // Called by all threads once, before the first `put`: every CTA's mbarriers exist now.
   FAR_DEVICE void open(Thread) const {
-    if constexpr (ClusterSize > 1)
-      asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+    if constexpr (ClusterSize > 1) asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
   }
 
   // Called by all lanes of one warp with the same value.

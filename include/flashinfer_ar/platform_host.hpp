@@ -35,6 +35,7 @@ class Scheduler {
   virtual ~Scheduler() = default;
   virtual void yield() = 0;     // the calling thread waits for something; others may run
   virtual void progress() = 0;  // something that others wait for has happened
+  virtual void wait_for_previous_grid() {}  // by default a rank's grids run one after the other
 };
 
 // Where stores to rings go. Without one they are performed at once.
@@ -113,8 +114,7 @@ class Thread {
     return static_cast<uint64_t>(now.tv_sec) * 1'000'000'000u + now.tv_nsec;
   }
 
-  // A rank's grids run one after the other here.
-  void wait_for_previous_grid() const {}
+  void wait_for_previous_grid() const { grid_->scheduler->wait_for_previous_grid(); }
   void release_next_grid() const {}
 
   // The object that is to another CTA's Shared what `own` is to this CTA's.

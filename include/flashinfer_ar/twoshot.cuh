@@ -41,12 +41,18 @@ class Stripes {
 template <Config C>
 struct Results {
   const Rows<C>& rows;
+  int rank;
   uint32_t row;
   uint32_t first_slot;
 
   FAR_DEVICE bool has(int k) const { return rows.has(row, k); }
   FAR_DEVICE uint32_t slot(int k) const { return first_slot + rows.pack(row, k); }
-  FAR_DEVICE int source(int k) const { return rows.pack(row, k) / kWarpSize % C.world_size; }
+  // An own result is late because another thread of this rank waits for a contribution; that thread
+  // knows whose.
+  FAR_DEVICE int source(int k) const {
+    const int owner = rows.pack(row, k) / kWarpSize % C.world_size;
+    return owner == rank ? kNobody : owner;
+  }
   FAR_DEVICE uint32_t pack(int k) const { return rows.pack(row, k); }
 };
 
@@ -76,7 +82,7 @@ struct TwoShot {
 
     for (uint32_t row = rows.first(); row < rows.count(); row += rows.step()) {
       if (row != rows.first()) epilogue.prefetch(row);
-      const Results<C> batch{rows, row, results(stripes)};
+      const Results<C> batch{rows, turn.rank(), row, results(stripes)};
       Pack sums[C.packs_per_thread];
       turn.await(batch, sums);
       if (!turn.expired()) turn.template rearm<C.packs_per_thread>(batch);

@@ -1,0 +1,150 @@
+"""Geometry, grid, slots and strategy: pure functions that every rank computes alike."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from flashinfer_ar import plan, strategy
+from flashinfer_ar.jit import HOST_TARGET, DType, Epilogue, Geometry, KernelKind
+from flashinfer_ar.jit.nvrtc import SUPPORTED_TARGETS
+from flashinfer_ar.strategy import MNNVLAllreduceFusionStrategy as Strategy
+from flashinfer_ar.strategy import one_shot_max_bytes, resolve
+
+TARGETS = (HOST_TARGET, *SUPPORTED_TARGETS)
+HIDDEN_PACKS = (1, 7, 8, 15, 31, 32, 33, 125, 128, 129, 360, 512, 513, 896, 897, 1024, 2048, 2049,
+                4096, 4097, 6000, 8191, 8192)  # fmt: skip
+WORLD_SIZES = (1, 2, 3, 4, 5, 8, 12, 36, 71, 72)
+NUM_PACKS = (1, 2, 31, 32, 33, 63, 64, 96, 97, 1000, 4096, 12345)
+
+each_target = pytest.mark.parametrize("target", TARGETS)
+
+
+@each_target
+@pytest.mark.parametrize("epilogue", Epilogue)
+@pytest.mark.parametrize("hidden_packs", [None, *HIDDEN_PACKS])
+def test_a_row_fits_its_cluster(target, epilogue, hidden_packs):
+    shape = plan.geometry(target, epilogue, hidden_packs)
+    assert 32 <= shape.threads <= 1024
+    assert shape.cluster in (1, 2, 4, 8)
+    assert shape.packs_per_thread >= 1
+    if epilogue is Epilogue.ADD_RMS_NORM:
+        assert shape.row_packs >= (hidden_packs or plan._MAX_ROW_PACKS)
+
+
+@pytest.mark.parametrize("target", SUPPORTED_TARGETS)
+@pytest.mark.parametrize("hidden_packs", HIDDEN_PACKS)
+def test_no_cta_of_a_token_idles(target, hidden_packs):
+    """Each CTA of the cluster holds a part of the token, else it would only cost."""
+    shape = plan.geometry(target, Epilogue.ADD_RMS_NORM, hidden_packs)
+    assert (shape.cluster - 1) * shape.packs_per_thread * shape.threads < hidden_packs
+    assert shape.packs_per_thread <= 2
+
+
+def test_larger_tokens_get_no_fewer_threads():
+    shapes = [plan.geometry("sm_90a", Epilogue.ADD_RMS_NORM, packs) for packs in HIDDEN_PACKS]
+    assert [shape.cluster for shape in shapes] == sorted(shape.cluster for shape in shapes)
+    capacities = [shape.row_packs for shape in shapes]
+    assert capacities == sorted(capacities)
+
+
+def test_the_host_builds_few_kernels():
+    geometries = {
+        plan.geometry(HOST_TARGET, Epilogue.ADD_RMS_NORM, packs) for packs in range(1, 8193)
+    }
+    assert len(geometries) == 9
+    assert {shape.cluster for shape in geometries} == {1}
+
+
+@pytest.mark.parametrize("dtype", DType)
+def test_the_largest_hidden_size_has_a_geometry(dtype):
+    packs = plan.max_hidden_size(dtype) // dtype.per_pack
+    for target in TARGETS:
+        assert plan.geometry(target, Epilogue.ADD_RMS_NORM, packs).row_packs >= packs
+        assert plan.geometry(target, Epilogue.ADD_RMS_NORM, None).row_packs >= packs
+
+
+# Grids
+
+
+@each_target
+@pytest.mark.parametrize("ranks_on_device", [1, 2, 3, 8, 72])
+def test_ranks_on_one_device_share_its_room(target, ranks_on_device):
+    for cluster, most_ctas in plan._MAX_CTAS[target].items():
+        alone = plan.max_clusters(target, cluster, 1, None)
+        shared = plan.max_clusters(target, cluster, ranks_on_device, None)
+        assert 1 <= shared <= alone
+        # A cluster must not be cut, and one is the least.
+        assert shared == 1 or shared * cluster * ranks_on_device <= most_ctas
+
+
+@pytest.mark.parametrize(
+    ("max_ctas", "cluster", "clusters"), [(1, 1, 1), (1, 8, 1), (8, 8, 1), (17, 8, 2), (20, 1, 20)]
+)
+def test_the_environment_s_cap_counts_ctas(max_ctas, cluster, clusters):
+    assert plan.max_clusters("sm_90a", cluster, 4, max_ctas) == clusters
+
+
+def test_rows_are_tokens_only_where_tokens_matter():
+    shape = Geometry(warps=1, cluster=1, packs_per_thread=4)  # 128 packs a row
+    assert plan.num_rows(shape, Epilogue.ADD_RMS_NORM, 5, 128) == 5
+    rows = {packs: plan.num_rows(shape, Epilogue.NONE, 1, packs) for packs in (1, 128, 129, 256)}
+    assert rows == {1: 1, 128: 1, 129: 2, 256: 2}
+    assert plan.num_rows(shape, Epilogue.NONE, 3, 43) == 2
+
+
+# Slots
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("num_packs", NUM_PACKS)
+def test_slots_follow_the_layouts_of_the_kernels(world_size, num_packs):
+    """One more than the highest slot that oneshot.cuh and twoshot.cuh describe."""
+    one_shot = (world_size - 1) * num_packs + num_packs - 1
+    assert plan.slots(KernelKind.ONESHOT, world_size, num_packs) == one_shot + 1
+    num_stripes = -(-num_packs // 32)
+    owner_packs = len(range(0, num_stripes, world_size)) * 32  # rank 0 owns the most
+    two_shot = world_size * owner_packs + num_packs
+    assert plan.slots(KernelKind.TWOSHOT, world_size, num_packs) == two_shot
+
+
+@pytest.mark.parametrize("kind", KernelKind)
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_a_larger_message_needs_no_less_room(kind, world_size):
+    """A workspace that is sized for its largest message holds every smaller one."""
+    sizes = [plan.generation_bytes(kind, world_size, n) for n in range(0, 4096 * 16, 40)]
+    assert sizes == sorted(sizes)
+    assert all(size % 16 == 0 for size in sizes)
+
+
+# Strategy
+
+
+@each_target
+def test_one_shot_limit_falls_as_the_world_grows(target):
+    limits = [one_shot_max_bytes(target, world_size) for world_size in range(1, 73)]
+    assert limits == sorted(limits, reverse=True)
+    assert limits[-1] > 0
+
+
+@each_target
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_auto_is_the_table(target, world_size):
+    limit = one_shot_max_bytes(target, world_size)
+    assert resolve(Strategy.AUTO, target, world_size, 1) is KernelKind.ONESHOT
+    assert resolve(Strategy.AUTO, target, world_size, limit) is KernelKind.ONESHOT
+    assert resolve(Strategy.AUTO, target, world_size, limit + 1) is KernelKind.TWOSHOT
+
+
+@each_target
+def test_a_forced_strategy_is_not_second_guessed(target):
+    for world_size, size in itertools.product(WORLD_SIZES, (16, 1 << 30)):
+        assert resolve(Strategy.ONESHOT, target, world_size, size) is KernelKind.ONESHOT
+        assert resolve(Strategy.TWOSHOT, target, world_size, size) is KernelKind.TWOSHOT
+
+
+def test_every_target_has_its_tables():
+    assert set(plan._MAX_CTAS) == set(strategy._ONE_SHOT_MAX_BYTES) == set(TARGETS)
+    for table in strategy._ONE_SHOT_MAX_BYTES.values():
+        assert max(table) == 72
