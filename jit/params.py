@@ -96,5 +96,7 @@ def layout_assertions(world_size: int) -> str:
 def _assertions(name: str, struct: type[ctypes.Structure]) -> str:
     claims = [f"sizeof({name}) == {ctypes.sizeof(struct)}"]
     for field, *_ in struct._fields_:
-        claims.append(f"FAR_OFFSET_OF({name}, {field}) == {getattr(struct, field).offset}")
+        place = getattr(struct, field)
+        claims.append(f"FAR_OFFSET_OF({name}, {field}) == {place.offset}")
+        claims.append(f"sizeof({name}::{field}) == {place.size}")
     return "\n".join(f'static_assert({claim}, "jit/params.py disagrees");' for claim in claims)

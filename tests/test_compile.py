@@ -207,6 +207,7 @@ LAYOUTS = {
     "two fields exchanged": ("uint32_t num_tokens;\n  uint32_t hidden_packs;",
                              "uint32_t hidden_packs;\n  uint32_t num_tokens;"),
     "a field more": ("uint32_t num_tokens;", "uint32_t more, num_tokens;"),
+    "a field more at the end": ("float weight_bias;", "float weight_bias, more;"),
     "another record": ("uint32_t pack;  //", "uint64_t pack;  //"),
     "another control word": ("uint32_t epoch;    //", "uint64_t epoch;    //"),
 }  # fmt: skip
