@@ -26,10 +26,10 @@ def primary_context(device_index: int) -> Any:
 
 
 @contextlib.contextmanager
-def current_context(context: Any) -> Iterator[None]:
+def current_context(context: Any, api: Any = driver) -> Iterator[None]:
     """Make a context current in this thread, whose own may be another device's or none."""
-    checked(driver.cuCtxPushCurrent, context)
+    checked(api.cuCtxPushCurrent, context)
     try:
         yield
     finally:
-        checked(driver.cuCtxPopCurrent)
+        checked(api.cuCtxPopCurrent)

@@ -51,6 +51,14 @@ def max_ctas() -> int | None:
     return int(value)
 
 
+def allow_shared_device() -> bool:
+    """``FLASHINFER_AR_ALLOW_SHARED_DEVICE=1``: several processes on one GPU, for tests.
+
+    They are time-sliced: right, and some milliseconds a call.
+    """
+    return os.environ.get("FLASHINFER_AR_ALLOW_SHARED_DEVICE") == "1"
+
+
 def multicast_switched_off_by() -> str | None:
     """The switch, ours or the ecosystem's, that turns NVLink multicast off; ``None`` if none."""
     for name in _MULTICAST_SWITCHES:

@@ -1,6 +1,7 @@
-"""One rank of the tests that run the API between processes: ``api_worker.py LAUNCHER JOB...``.
+"""One rank of the API tests between processes: ``api_worker.py LAUNCHER DEVICE JOB...``.
 
-LAUNCHER is ``mpi`` or ``torch``: how the processes were started and meet. A rank prints
+LAUNCHER is ``mpi`` or ``torch``: how the processes were started and meet. DEVICE is ``cpu`` or
+``cuda``: a GPU of its own where there are enough, else ranks share them. A rank prints
 ``rank R of W: JOB ok`` when a job's checks hold, and ends with a traceback otherwise.
 """
 
@@ -21,7 +22,6 @@ import flashinfer_ar as far
 
 ROOT = Path(__file__).parents[1]
 TIMEOUT_S = 120
-CPU = torch.device("cpu")
 
 
 def launch(command, **environment):
@@ -45,7 +45,7 @@ def assert_ok(outcome, world_size, jobs):
         assert output.count(f"rank {rank} of {world_size}: {job} ok") == 1, output
 
 
-def calls(comm):
+def calls(comm, device):
     """Shapes, dtypes and strategies in turn on one workspace; every output has the right bits."""
     world_size = comm.Get_size()
     shapes = ((1, 256), (2, 64), (world_size + 1, 64), (70, 64), (1, 256), (5, 256))
@@ -58,38 +58,40 @@ def calls(comm):
             (torch.bfloat16, True, Strategy.TWOSHOT),
         )
     ]
-    outputs = run_on_rank(comm, listed, CPU)
+    outputs = run_on_rank(comm, listed, device)
     assert_outputs_equal(outputs, [call.expected() for call in listed], f"rank {comm.Get_rank()}")
 
 
-def default_group(comm):
+def default_group(comm, device):
     """Without ``comm_backend`` the workspace finds the launcher's group, all of it."""
     rank, world_size = comm.Get_rank(), comm.Get_size()
     call = random_call(world_size, 3, 64, torch.bfloat16)
     mapping = far.Mapping(world_size, rank, tp_size=world_size)
     with far.MNNVLAllReduceFusionWorkspace(
-        mapping, 3, 64, torch.bfloat16, device="cpu"
+        mapping, 3, 64, torch.bfloat16, device=device
     ) as workspace:
-        output = far.trtllm_mnnvl_allreduce(call.inputs[rank], workspace, False)
-    assert_outputs_equal([(output,)], [call.expected()], f"rank {rank}")
+        output = far.trtllm_mnnvl_allreduce(call.inputs[rank].to(device), workspace, False)
+    assert_outputs_equal([(output.cpu(),)], [call.expected()], f"rank {rank}")
 
 
-def lost_peer(comm):
+def lost_peer(comm, device):
     """The last rank leaves after a good call; the others' next call ends at its deadline."""
     os.environ["FLASHINFER_AR_TIMEOUT_S"] = "3"
     rank, world_size = comm.Get_rank(), comm.Get_size()
     call = random_call(world_size, 2, 64, torch.bfloat16)
     mapping = far.Mapping(world_size, rank, tp_size=world_size)
     workspace = far.MNNVLAllReduceFusionWorkspace(
-        mapping, 2, 64, torch.bfloat16, comm_backend=comm, device="cpu"
+        mapping, 2, 64, torch.bfloat16, comm_backend=comm, device=device
     )
-    arguments = (call.inputs[rank], workspace, False, None, Strategy.ONESHOT)
+    arguments = (call.inputs[rank].to(device), workspace, False, None, Strategy.ONESHOT)
     far.trtllm_mnnvl_allreduce(*arguments)
+    workspace.synchronize()
     if rank == world_size - 1:
         return
     started = time.monotonic()
     try:
         far.trtllm_mnnvl_allreduce(*arguments)
+        workspace.synchronize()
     except far.AllReduceTimeoutError as error:
         assert f"rank {rank} waited 3 s" in str(error), error
         assert f"for data of rank {world_size - 1}: kernel oneshot (none)" in str(error), error
@@ -110,10 +112,18 @@ def meet(launcher):
     return far.TorchDistBackend()
 
 
-def main(launcher, *jobs):
+def device_of(name, rank):
+    if name == "cuda":
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device(name)
+
+
+def main(launcher, device_name, *jobs):
     comm = meet(launcher)
+    device = device_of(device_name, comm.Get_rank())
     for job in jobs:
-        JOBS[job](comm)
+        JOBS[job](comm, device)
         print(f"rank {comm.Get_rank()} of {comm.Get_size()}: {job} ok", flush=True)
 
 

@@ -13,12 +13,13 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def torchrun(world_size, jobs):
+def torchrun(world_size, device, jobs):
     flags = ("--standalone", "--nproc-per-node", str(world_size))
     command = (sys.executable, "-m", "torch.distributed.run", *flags)
-    return api_worker.launch([*command, api_worker.__file__, "torch", *jobs])
+    worker = (api_worker.__file__, "torch", device.type, *jobs)
+    return api_worker.launch([*command, *worker], FLASHINFER_AR_ALLOW_SHARED_DEVICE="1")
 
 
-def test_every_rank_is_right():
+def test_every_rank_is_right(device):
     jobs = ["calls", "default_group", "lost_peer"]
-    api_worker.assert_ok(torchrun(2, jobs), 2, jobs)
+    api_worker.assert_ok(torchrun(2, device, jobs), 2, jobs)

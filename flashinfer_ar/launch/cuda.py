@@ -10,14 +10,15 @@ from typing import Any
 import torch
 from cuda.bindings import driver
 
-from flashinfer_ar.bootstrap import CommBackend, InProcessBackend
+from flashinfer_ar.bootstrap import CommBackend, InProcessBackend, agreed_step
 from flashinfer_ar.driver import checked, current_context, primary_context
-from flashinfer_ar.errors import SymmetricMemoryError
 from flashinfer_ar.jit import KernelSpec, build
 from flashinfer_ar.jit.nvrtc import target_of_device
 from flashinfer_ar.jit.params import Control, Params, TimeoutRecord
 from flashinfer_ar.memory import SymmetricMemory
 from flashinfer_ar.memory.cuda_local import CudaLocalMemory
+from flashinfer_ar.memory.cuda_shared import CudaDevice, CudaSharedMemory
+from flashinfer_ar.memory.device_place import place_of
 
 
 @functools.cache
@@ -100,13 +101,12 @@ class CudaSubstrate:
         self.timeout_record = TimeoutRecord.from_address(self._record_address)
 
     def allocate(self, comm: CommBackend, size_bytes: int) -> SymmetricMemory:
-        if not isinstance(comm, InProcessBackend):
-            # Raised on all ranks alike: it depends on the kind of group alone.
-            raise SymmetricMemoryError(
-                "CUDA memory is not shared between processes yet: allowed are ranks of one process "
-                "on one GPU (run_ranks)"
-            )
-        return CudaLocalMemory.allocate(comm, size_bytes, self._device, self._context)
+        if isinstance(comm, InProcessBackend):
+            return CudaLocalMemory.allocate(comm, size_bytes, self._device, self._context)
+        with agreed_step(comm, "find out where the device is"):
+            place = place_of(self._device.index)
+        device = CudaDevice(driver, self._device.index, self._context, place)
+        return CudaSharedMemory.allocate(comm, size_bytes, device)
 
     def fill(self, address: int, size_bytes: int, word: int) -> None:
         with current_context(self._context):
