@@ -19,6 +19,8 @@ from flashinfer_ar.bootstrap import (
 from flashinfer_ar.errors import (
     AllReduceTimeoutError,
     BootstrapError,
+    CallMismatchError,
+    CheckpointError,
     CudaError,
     FlashInferARError,
     JitError,
@@ -41,6 +43,8 @@ __all__ = [
     "AllReduceFusionWorkspace",
     "AllReduceTimeoutError",
     "BootstrapError",
+    "CallMismatchError",
+    "CheckpointError",
     "CommBackend",
     "CudaError",
     "FlashInferARError",

@@ -6,9 +6,10 @@ import torch
 
 from flashinfer_ar import arguments
 from flashinfer_ar.calls import CallShape, PreparedCall
+from flashinfer_ar.creation import DTYPES
 from flashinfer_ar.jit import Epilogue
 from flashinfer_ar.strategy import MNNVLAllreduceFusionStrategy
-from flashinfer_ar.workspace import DTYPES, MNNVLAllReduceFusionWorkspace
+from flashinfer_ar.workspace import MNNVLAllReduceFusionWorkspace
 
 
 def trtllm_mnnvl_allreduce(
@@ -130,7 +131,5 @@ def _prepare(
     """The prepared launch, or ``None`` for zero tokens: then no rank launches anything."""
     arguments.check_strategy(strategy)
     num_tokens, hidden_size = input.shape
-    if num_tokens == 0:
-        return None
     shape = CallShape(num_tokens, hidden_size, DTYPES[input.dtype], epilogue, strategy)
     return workspace.prepare(shape)

@@ -10,9 +10,10 @@ from collections.abc import Mapping
 
 import torch
 
+from flashinfer_ar.creation import DTYPES
 from flashinfer_ar.jit.spec import PACK_BYTES
 from flashinfer_ar.strategy import MNNVLAllreduceFusionStrategy
-from flashinfer_ar.workspace import DTYPES, MNNVLAllReduceFusionWorkspace
+from flashinfer_ar.workspace import MNNVLAllReduceFusionWorkspace
 
 _MAX_FLOAT32 = torch.finfo(torch.float32).max
 

@@ -51,6 +51,11 @@ def max_ctas() -> int | None:
     return int(value)
 
 
+def debug() -> bool:
+    """``FLASHINFER_AR_DEBUG=1``: ranks compare each call before it is launched. Slow."""
+    return os.environ.get("FLASHINFER_AR_DEBUG") == "1"
+
+
 def allow_shared_device() -> bool:
     """``FLASHINFER_AR_ALLOW_SHARED_DEVICE=1``: several processes on one GPU, for tests.
 

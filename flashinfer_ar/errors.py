@@ -27,6 +27,14 @@ class CudaError(FlashInferARError):
     """A CUDA driver call failed: the message has its name and code."""
 
 
+class CallMismatchError(FlashInferARError):
+    """Ranks made different calls; only ``FLASHINFER_AR_DEBUG=1`` finds that out at once."""
+
+
+class CheckpointError(FlashInferARError):
+    """A call between ``checkpoint_prepare`` and ``checkpoint_restore``."""
+
+
 class AllReduceTimeoutError(FlashInferARError):
     """A kernel waited for a peer's data past ``FLASHINFER_AR_TIMEOUT_S``.
 

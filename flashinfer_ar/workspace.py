@@ -7,10 +7,19 @@ import contextlib
 import torch
 
 from flashinfer_ar import env, plan
-from flashinfer_ar.bootstrap import CommBackend, agree_on_value, agreed_step, default_comm_backend
+from flashinfer_ar.bootstrap import CommBackend, agree_on_value, agreed_step
 from flashinfer_ar.calls import Calls, CallShape, PreparedCall, Settings
-from flashinfer_ar.jit import DType, Epilogue
-from flashinfer_ar.jit.spec import MAX_WORLD_SIZE
+from flashinfer_ar.creation import (
+    DTYPES,
+    device_of,
+    ranks_on_device,
+    require_arguments,
+    require_device,
+    supported,
+    tensor_parallel_group,
+)
+from flashinfer_ar.errors import CallMismatchError, CheckpointError
+from flashinfer_ar.jit import Epilogue
 from flashinfer_ar.launch import Substrate, substrate_of, target_of
 from flashinfer_ar.mapping import Mapping
 from flashinfer_ar.strategy import MNNVLAllreduceFusionStrategy as Strategy
@@ -18,12 +27,6 @@ from flashinfer_ar.strategy import one_shot_max_bytes, resolve, strategy_of
 
 SENTINEL = 0x80000000
 NUM_GENERATIONS = 2
-
-DTYPES = {
-    torch.float32: DType.FLOAT32,
-    torch.float16: DType.FLOAT16,
-    torch.bfloat16: DType.BFLOAT16,
-}
 
 
 class AllReduceFusionWorkspace:
@@ -81,19 +84,20 @@ class MNNVLAllReduceFusionWorkspace(AllReduceFusionWorkspace):
         device: torch.device | str | None = None,
         force_oneshot_support: bool = False,
     ) -> None:
-        _require_arguments(mapping, max_num_tokens, hidden_dim, dtype, buffer_size_in_bytes)
-        _require_device(device)
+        require_arguments(mapping, max_num_tokens, hidden_dim, dtype, buffer_size_in_bytes)
+        require_device(device)
         super().__init__(mapping.tp_size, mapping.tp_rank)
         self.tp_size = mapping.tp_size
         self._open = False
-        comm = _tensor_parallel_group(mapping, comm_backend)
+        self._is_detached = False
+        comm = tensor_parallel_group(mapping, comm_backend)
         with contextlib.ExitStack() as undo:
             # What this machine or its environment may refuse is everybody's error.
             with agreed_step(comm, "open the device and read the environment"):
-                self.device = _device_of(device)
+                self.device = device_of(device)
                 self._substrate: Substrate = substrate_of(self.device)
                 undo.callback(self._substrate.close)
-                timeout_s, max_ctas = env.timeout_s(), env.max_ctas()
+                timeout_s, max_ctas, debug = env.timeout_s(), env.max_ctas(), env.debug()
             self.buffer_size_bytes = plan.whole_packs(
                 buffer_size_in_bytes
                 or self._bytes_for(max_num_tokens, hidden_dim, dtype, force_oneshot_support)
@@ -104,6 +108,7 @@ class MNNVLAllReduceFusionWorkspace(AllReduceFusionWorkspace):
                 "hidden_dim and dtype": (hidden_dim, str(dtype)),
                 "FLASHINFER_AR_TIMEOUT_S": timeout_s,
                 "FLASHINFER_AR_MAX_CTAS": max_ctas,
+                "FLASHINFER_AR_DEBUG": debug,
             }.items():
                 agree_on_value(comm, name, value)
             settings = Settings(
@@ -112,7 +117,7 @@ class MNNVLAllReduceFusionWorkspace(AllReduceFusionWorkspace):
                 hidden_size=hidden_dim,
                 dtype=None if dtype is None else DTYPES[dtype],
                 generation_bytes=self.buffer_size_bytes,
-                ranks_on_device=_ranks_on_device(comm, self._substrate),
+                ranks_on_device=ranks_on_device(comm, self._substrate),
                 max_ctas=max_ctas,
                 timeout_ns=int(timeout_s * 1e9),
             )
@@ -124,6 +129,8 @@ class MNNVLAllReduceFusionWorkspace(AllReduceFusionWorkspace):
                 self._substrate.fill(self._memory.local, self.workspace_size_bytes, SENTINEL)
                 self._calls.load_ahead()
             undo.pop_all()
+        self._comm = comm
+        self._debug = debug
         self._open = True
 
     def _bytes_for(
@@ -174,7 +181,7 @@ class MNNVLAllReduceFusionWorkspace(AllReduceFusionWorkspace):
     ) -> int:
         """Bytes of one generation (``buffer_size_in_bytes``) that a call of this shape needs."""
         message_bytes = num_tokens * hidden_dim * dtype.itemsize
-        kind = resolve(strategy, target_of(_device_of(device)), tp_size, message_bytes)
+        kind = resolve(strategy, target_of(device_of(device)), tp_size, message_bytes)
         return plan.generation_bytes(kind, tp_size, message_bytes)
 
     def is_buffer_size_sufficient(
@@ -190,7 +197,7 @@ class MNNVLAllReduceFusionWorkspace(AllReduceFusionWorkspace):
         shape = CallShape(
             num_tokens=num_tokens,
             hidden_size=hidden_dim,
-            dtype=_supported(dtype),
+            dtype=supported(dtype),
             epilogue=Epilogue.NONE,
             strategy=strategy if use_oneshot is None else strategy_of(use_oneshot),
         )
@@ -203,9 +210,17 @@ class MNNVLAllReduceFusionWorkspace(AllReduceFusionWorkspace):
         """Whether the workspace takes calls."""
         return self._open
 
-    def prepare(self, shape: CallShape) -> PreparedCall:
-        """The launch for a checked shape; ``ValueError`` if it does not fit."""
-        return self._calls.prepare(shape)
+    def prepare(self, shape: CallShape) -> PreparedCall | None:
+        """The launch for a checked shape; ``None`` for zero tokens, which launch nothing anywhere.
+
+        Raises ``ValueError`` if the call does not fit, ``CheckpointError`` between prepare and
+        restore, and with ``FLASHINFER_AR_DEBUG=1`` ``CallMismatchError`` if ranks' calls differ.
+        """
+        if self._is_detached:
+            raise CheckpointError("the workspace has no memory before checkpoint_restore")
+        if self._debug:
+            agree_on_value(self._comm, "the call", shape, CallMismatchError)
+        return self._calls.prepare(shape) if shape.num_tokens else None
 
     def launch(self, call: PreparedCall, launch_with_pdl: bool) -> None:
         """Start a prepared call on the current stream; on the host, run it to its end.
@@ -219,6 +234,40 @@ class MNNVLAllReduceFusionWorkspace(AllReduceFusionWorkspace):
         if self._open:
             self._substrate.synchronize()
             self._calls.raise_on_timeout()
+
+    def checkpoint_prepare(self) -> None:
+        """Give the ring's physical memory back and keep its addresses; collective, safe twice.
+
+        Waits for all calls. Until :meth:`checkpoint_restore`, calls raise ``CheckpointError`` and
+        captured graphs must not be replayed.
+        """
+        if self._is_detached or not self._open:
+            return
+        with agreed_step(self._comm, "end all calls"):
+            self.synchronize()
+        with agreed_step(self._comm, "release the ring"):
+            self._memory.unmap()
+        self._is_detached = True
+
+    def checkpoint_restore(self, comm_backend: CommBackend | None = None) -> None:
+        """Put new memory behind the ring's addresses; collective. Captured graphs are right again.
+
+        ``comm_backend``: the group, if the one that made the workspace is gone; the same ranks in
+        the same order.
+        """
+        if not self._is_detached:
+            return
+        comm = comm_backend or self._comm
+        if (comm.Get_rank(), comm.Get_size()) != (self.rank, self.world_size):
+            raise ValueError(
+                f"comm_backend: rank {comm.Get_rank()} of {comm.Get_size()}; allowed is rank "
+                f"{self.rank} of {self.world_size}, as at creation"
+            )
+        self._memory.map(comm)
+        with agreed_step(comm, "arm the ring"):
+            self._substrate.fill(self._memory.local, self.workspace_size_bytes, SENTINEL)
+        self._comm = comm
+        self._is_detached = False
 
     def close(self) -> None:
         """Free the ring; collective, safe twice. For every rank, before its process ends."""
@@ -239,71 +288,3 @@ class MNNVLAllReduceFusionWorkspace(AllReduceFusionWorkspace):
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
-
-
-def _supported(dtype: torch.dtype) -> DType:
-    if dtype not in DTYPES:
-        raise ValueError(f"dtype={dtype}: allowed is float32, float16 or bfloat16")
-    return DTYPES[dtype]
-
-
-def _require_device(device: torch.device | str | None) -> None:
-    if device is not None and torch.device(device).type not in ("cpu", "cuda"):
-        raise ValueError(f"device={device}: allowed is a CPU or CUDA device")
-
-
-def _device_of(device: torch.device | str | None) -> torch.device:
-    """The device as tensors name it: ``cuda`` with its index, ``cpu`` without one."""
-    chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if chosen.type == "cpu":
-        return torch.device("cpu")
-    index = torch.cuda.current_device() if chosen.index is None else chosen.index
-    return torch.device("cuda", index)
-
-
-def _require_arguments(
-    mapping: Mapping,
-    max_num_tokens: int | None,
-    hidden_dim: int | None,
-    dtype: torch.dtype | None,
-    buffer_size_in_bytes: int | None,
-) -> None:
-    if not isinstance(mapping, Mapping):
-        raise TypeError(f"mapping: {type(mapping).__name__}; allowed is a Mapping")
-    if mapping.tp_size > MAX_WORLD_SIZE:
-        raise ValueError(f"mapping.tp_size={mapping.tp_size}: allowed is 1 to {MAX_WORLD_SIZE}")
-    sizes = {
-        "max_num_tokens": max_num_tokens,
-        "hidden_dim": hidden_dim,
-        "buffer_size_in_bytes": buffer_size_in_bytes,
-    }
-    for name, size in sizes.items():
-        if size is not None and (not isinstance(size, int) or size < 1):
-            raise ValueError(f"{name}={size!r}: allowed is a whole number from 1")
-    per_pack = 1 if dtype is None else _supported(dtype).per_pack
-    if hidden_dim is not None and hidden_dim % per_pack:
-        raise ValueError(f"hidden_dim={hidden_dim}: allowed is a multiple of 16 bytes of {dtype}")
-    if buffer_size_in_bytes is None and None in (max_num_tokens, hidden_dim, dtype):
-        raise ValueError(
-            "max_num_tokens, hidden_dim, dtype: allowed is all three, or buffer_size_in_bytes alone"
-        )
-
-
-def _tensor_parallel_group(mapping: Mapping, comm: CommBackend | None) -> CommBackend:
-    if comm is None:
-        comm = default_comm_backend(mapping.world_size)
-    if comm.Get_size() == mapping.world_size and mapping.tp_size < mapping.world_size:
-        comm = comm.Split(mapping.rank // mapping.tp_size, mapping.tp_rank)
-    place = (comm.Get_rank(), comm.Get_size())
-    if place != (mapping.tp_rank, mapping.tp_size):
-        raise ValueError(
-            f"comm_backend: rank {place[0]} of {place[1]}; allowed is rank {mapping.tp_rank} of "
-            f"{mapping.tp_size} (mapping.tp_rank and tp_size), or the whole world"
-        )
-    return comm
-
-
-def _ranks_on_device(comm: CommBackend, substrate: Substrate) -> int:
-    """The most ranks of the group that share one device."""
-    identities = comm.allgather(substrate.device_identity)
-    return max(1 if each is None else identities.count(each) for each in identities)

@@ -115,7 +115,7 @@ def test_a_switch_that_one_rank_cannot_read_is_everyone_s_error(name, monkeypatc
 def test_ranks_may_call_their_devices_by_different_numbers(monkeypatch):
     """As with one process a GPU; the machine is the host all the same."""
     monkeypatch.setattr(
-        workspace_module, "_device_of", lambda device: torch.device("cuda", this_rank())
+        workspace_module, "device_of", lambda device: torch.device("cuda", this_rank())
     )
     monkeypatch.setattr(workspace_module, "substrate_of", lambda device: HostSubstrate())
     assert outcomes(3, lambda comm: open_workspace(comm).close()) == [None] * 3

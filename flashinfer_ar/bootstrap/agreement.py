@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from flashinfer_ar.bootstrap.comm import CommBackend
-from flashinfer_ar.errors import BootstrapError, SymmetricMemoryError
+from flashinfer_ar.errors import BootstrapError, FlashInferARError, SymmetricMemoryError
 
 _NUM_SHOWN = 4
 
@@ -66,11 +66,16 @@ def agreed_step(comm: CommBackend, step: str) -> Iterator[None]:
         agree(comm, step)
 
 
-def agree_on_value(comm: CommBackend, name: str, value: object) -> None:
-    """Raise ``SymmetricMemoryError`` on every rank unless all ranks gave an equal ``value``."""
+def agree_on_value(
+    comm: CommBackend,
+    name: str,
+    value: object,
+    error_type: type[FlashInferARError] = SymmetricMemoryError,
+) -> None:
+    """Raise ``error_type`` on every rank unless all ranks gave an equal ``value``; collective."""
     problem = _disagreement(name, comm.allgather(value))
     if problem is not None:
-        raise SymmetricMemoryError(problem)
+        raise error_type(problem)
 
 
 def _failures(step: str, votes: Sequence[_Vote]) -> str | None:

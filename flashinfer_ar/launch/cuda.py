@@ -12,9 +12,11 @@ from cuda.bindings import driver
 
 from flashinfer_ar.bootstrap import CommBackend, InProcessBackend, agreed_step
 from flashinfer_ar.driver import checked, current_context, primary_context
+from flashinfer_ar.errors import CudaError
 from flashinfer_ar.jit import KernelSpec, build
 from flashinfer_ar.jit.nvrtc import target_of_device
 from flashinfer_ar.jit.params import Control, Params, TimeoutRecord
+from flashinfer_ar.launch.streams import StreamOrder
 from flashinfer_ar.memory import SymmetricMemory
 from flashinfer_ar.memory.cuda_local import CudaLocalMemory
 from flashinfer_ar.memory.cuda_shared import CudaDevice, CudaSharedMemory
@@ -32,9 +34,12 @@ def _load_function(spec: KernelSpec, device_index: int) -> Any:
 class CudaKernel:
     """A kernel with a launch configuration that is reused."""
 
-    def __init__(self, spec: KernelSpec, device_index: int, context: Any) -> None:
+    def __init__(
+        self, spec: KernelSpec, device_index: int, context: Any, order: StreamOrder
+    ) -> None:
         self._device_index = device_index
         self._context = context
+        self._order = order
         self._function = _load_function(spec, device_index)
         self._cluster = spec.geometry.cluster
         self._config = driver.CUlaunchConfig()
@@ -48,14 +53,16 @@ class CudaKernel:
     def launch(self, params: Params, num_ctas: int, launch_with_pdl: bool) -> None:
         """Enqueue the kernel on torch's current stream of the device."""
         config = self._config
+        stream = torch._C._cuda_getCurrentRawStream(self._device_index)
         config.gridDimX = num_ctas
-        config.hStream = torch._C._cuda_getCurrentRawStream(self._device_index)
+        config.hStream = stream
         attributes = self._attributes[launch_with_pdl]
         config.attrs = attributes
         config.numAttrs = len(attributes)
         # One argument: an array of one pointer, to the parameter block, which the driver copies.
         arguments = (ctypes.c_void_p * 1)(ctypes.addressof(params))
         with current_context(self._context):
+            self._order.enter(stream)
             checked(driver.cuLaunchKernelEx, config, self._function, ctypes.addressof(arguments), 0)
 
     def max_resident_clusters(self) -> int:
@@ -85,6 +92,12 @@ class CudaSubstrate:
 
     def __init__(self, device: torch.device) -> None:
         torch.cuda.init()
+        if torch.cuda.is_current_stream_capturing():
+            raise CudaError(
+                "a CUDA graph is being captured: a workspace allocates and synchronizes, so make "
+                "it before the capture"
+            )
+        self._order = StreamOrder()
         self._device = device
         self._context = primary_context(device.index)
         self.target = target_of_device(*torch.cuda.get_device_capability(device))
@@ -101,11 +114,11 @@ class CudaSubstrate:
         self.timeout_record = TimeoutRecord.from_address(self._record_address)
 
     def allocate(self, comm: CommBackend, size_bytes: int) -> SymmetricMemory:
-        if isinstance(comm, InProcessBackend):
-            return CudaLocalMemory.allocate(comm, size_bytes, self._device, self._context)
         with agreed_step(comm, "find out where the device is"):
             place = place_of(self._device.index)
         device = CudaDevice(driver, self._device.index, self._context, place)
+        if isinstance(comm, InProcessBackend):
+            return CudaLocalMemory.allocate(comm, size_bytes, device)
         return CudaSharedMemory.allocate(comm, size_bytes, device)
 
     def fill(self, address: int, size_bytes: int, word: int) -> None:
@@ -115,7 +128,7 @@ class CudaSubstrate:
 
     def load(self, spec: KernelSpec) -> CudaKernel:
         with current_context(self._context):
-            return CudaKernel(spec, self._device.index, self._context)
+            return CudaKernel(spec, self._device.index, self._context, self._order)
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self._device)

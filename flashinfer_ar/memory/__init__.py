@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from flashinfer_ar.bootstrap import CommBackend
 from flashinfer_ar.memory.host_shm import HostSharedMemory
 from flashinfer_ar.memory.in_process import InProcessMemory
 
@@ -32,6 +33,14 @@ class SymmetricMemory(Protocol):
     @property
     def size_bytes(self) -> int:
         """The size of each block, as it was asked for."""
+        ...
+
+    def unmap(self) -> None:
+        """Give the physical memory back and keep the addresses; no kernel may use them now."""
+        ...
+
+    def map(self, comm: CommBackend) -> None:
+        """Put new memory, of any content, behind the addresses after ``unmap``; collective."""
         ...
 
     def close(self) -> None:

@@ -2,37 +2,72 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from typing import Any
-
-import torch
-from cuda.bindings import driver
 
 from flashinfer_ar.bootstrap import CommBackend, agree_on_value, agreed_step
 from flashinfer_ar.driver import checked, current_context
+from flashinfer_ar.memory.cuda_shared import (
+    CudaDevice,
+    HandleKind,
+    _granularity,
+    _properties,
+    _round_up,
+)
+
+
+class _Block:
+    """One rank's memory at addresses that stay."""
+
+    def __init__(self, device: CudaDevice, size_bytes: int) -> None:
+        self._device = device
+        self._properties = _properties(device, HandleKind.POSIX_FD)
+        self._size_bytes = _round_up(size_bytes, _granularity(device, self._properties))
+        self._is_mapped = False
+        self.address = int(checked(device.api.cuMemAddressReserve, self._size_bytes, 0, 0, 0))
+
+    def map(self) -> None:
+        api = self._device.api
+        handle = checked(api.cuMemCreate, self._size_bytes, self._properties, 0)
+        try:
+            checked(api.cuMemMap, self.address, self._size_bytes, 0, handle, 0)
+        finally:
+            checked(api.cuMemRelease, handle)  # the mapping keeps the memory
+        self._is_mapped = True
+        access = api.CUmemAccessDesc()
+        access.location = self._properties.location
+        access.flags = api.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+        checked(api.cuMemSetAccess, self.address, self._size_bytes, [access], 1)
+
+    def unmap(self) -> None:
+        if self._is_mapped:
+            self._is_mapped = False
+            checked(self._device.api.cuMemUnmap, self.address, self._size_bytes)
+
+    def free(self) -> None:
+        self.unmap()
+        checked(self._device.api.cuMemAddressFree, self.address, self._size_bytes)
 
 
 class _Blocks:
     """The blocks of all ranks, freed together when the last rank has let go."""
 
-    def __init__(self, addresses: list[int], context: Any) -> None:
-        self.addresses = tuple(addresses)
-        self._context = context
-        self._num_holders = len(addresses)
+    def __init__(self, blocks: list[_Block]) -> None:
+        self.addresses = tuple(block.address for block in blocks)
+        self._blocks = blocks
+        self._num_holders = len(blocks)
         self._lock = threading.Lock()
 
     def let_go(self) -> None:
         with self._lock:
             self._num_holders -= 1
-            if self._num_holders > 0:
-                return
-        with current_context(self._context):
-            for address in self.addresses:
-                checked(driver.cuMemFree, address)
+            if self._num_holders == 0:
+                for block in self._blocks:
+                    block.free()
 
 
 class CudaLocalMemory:
-    """One ``cuMemAlloc`` block a rank; every rank addresses all of them directly.
+    """One block a rank on one GPU; every rank addresses all of them directly.
 
     ``close`` waits for nobody: a peer's kernels may still use the blocks, which live until every
     rank has closed.
@@ -40,36 +75,50 @@ class CudaLocalMemory:
 
     multicast = None
 
-    def __init__(self, rank: int, blocks: _Blocks, size_bytes: int) -> None:
+    def __init__(
+        self, rank: int, own: _Block, blocks: _Blocks, size_bytes: int, device: CudaDevice
+    ) -> None:
+        self._own = own
+        self._device = device
         self._blocks: _Blocks | None = blocks
         self.peers = blocks.addresses
         self.local = self.peers[rank]
         self.size_bytes = size_bytes
 
     @classmethod
-    def allocate(
-        cls, comm: CommBackend, size_bytes: int, device: torch.device, context: Any
-    ) -> CudaLocalMemory:
-        """``size_bytes`` on ``device``, whose context it is, for every rank; collective.
+    def allocate(cls, comm: CommBackend, size_bytes: int, device: CudaDevice) -> CudaLocalMemory:
+        """``size_bytes`` on ``device`` for every rank; collective.
 
         Raises ``SymmetricMemoryError`` on all ranks if they are on different devices or if one of
         them cannot allocate.
         """
-        agree_on_value(comm, "the device of virtual ranks", str(device))
-        address = 0
-        try:
-            with agreed_step(comm, "allocate CUDA memory"), current_context(context):
-                address = int(checked(driver.cuMemAlloc, size_bytes))
-        except Exception:
-            if address:
-                with current_context(context):
-                    checked(driver.cuMemFree, address)
-            raise
-        blocks = _Blocks(comm.allgather(address), context)
-        return cls(comm.Get_rank(), comm.bcast(blocks, 0), size_bytes)
+        agree_on_value(comm, "the device of virtual ranks", device.ordinal)
+        with current_context(device.context, device.api), contextlib.ExitStack() as undo:
+            with agreed_step(comm, "allocate CUDA memory"):
+                own = _Block(device, size_bytes)
+                undo.callback(own.free)
+                own.map()
+            blocks = comm.bcast(_Blocks(comm.allgather(own)), 0)
+            undo.pop_all()
+        return cls(comm.Get_rank(), own, blocks, size_bytes, device)
+
+    def unmap(self) -> None:
+        """Give this rank's physical memory back and keep its addresses."""
+        with current_context(self._device.context, self._device.api):
+            self._own.unmap()
+
+    def map(self, comm: CommBackend) -> None:
+        """Put new memory behind this rank's addresses; collective."""
+        with (
+            agreed_step(comm, "allocate CUDA memory"),
+            current_context(self._device.context, self._device.api),
+        ):
+            self._own.map()
 
     def close(self) -> None:
         """Let go of the blocks; safe twice."""
-        if self._blocks is not None:
+        if self._blocks is None:
+            return
+        with current_context(self._device.context, self._device.api):
             self._blocks.let_go()
-            self._blocks = None
+        self._blocks = None

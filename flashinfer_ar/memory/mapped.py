@@ -6,6 +6,8 @@ import ctypes
 import mmap
 from collections.abc import Sequence
 
+from flashinfer_ar.bootstrap import CommBackend
+
 
 class MappedMemory:
     """The blocks of all ranks as this process sees them; a ``SymmetricMemory``.
@@ -17,10 +19,19 @@ class MappedMemory:
     multicast: int | None = None
 
     def __init__(self, rank: int, blocks: Sequence[mmap.mmap]) -> None:
+        self._rank = rank
         self._blocks = tuple(blocks)
         self.size_bytes = len(blocks[rank])
         self.peers = tuple(_address(block) for block in blocks)
         self.local = self.peers[rank]
+
+    def unmap(self) -> None:
+        """Give this rank's pages back; the next access finds new ones, of zeros."""
+        self._blocks[self._rank].madvise(mmap.MADV_REMOVE)
+
+    def map(self, comm: CommBackend) -> None:
+        """Nothing to do but to meet: the pages come with the first access."""
+        comm.barrier()
 
     def close(self) -> None:
         """Let go of every block; the addresses are gone (0 and empty) from here on."""
