@@ -27,9 +27,13 @@ run() { # seconds, name, pytest arguments
 }
 
 run 150 allreduce tests/test_allreduce.py -k cuda
-run 60 graphs tests/test_cuda.py
+run 90 streams tests/test_cuda.py
+run 120 graphs tests/test_cuda_graphs.py
+run 90 pdl tests/test_cuda_pdl.py
+run 60 checkpoint tests/test_cuda_checkpoint.py tests/test_workspace_state.py -k "not host"
 run 120 stress tests/test_stress.py -k cuda
 run 60 timeout tests/test_timeout.py -k cuda
 run 60 first-call tests/test_first_call.py -k cuda
+run 200 processes tests/test_mpirun.py tests/test_torchrun.py tests/test_cuda_processes.py -k "not host"
 run 90 workspace tests/test_workspace.py tests/test_workspace_sizes.py tests/test_arguments.py -k cuda
 exit $status

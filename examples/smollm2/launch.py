@@ -25,8 +25,9 @@ def pick_device(name: str) -> torch.device:
     if name == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
     # The launcher's place on this host, not the global rank, which counts other hosts' GPUs too.
-    local_rank = os.environ.get("LOCAL_RANK") or os.environ.get("OMPI_COMM_WORLD_LOCAL_RANK", "0")
-    device = torch.device("cuda", int(local_rank) % torch.cuda.device_count())
+    names = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID")
+    local_rank = next((int(os.environ[name]) for name in names if name in os.environ), 0)
+    device = torch.device("cuda", local_rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
     return device
 

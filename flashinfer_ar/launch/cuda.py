@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,11 +25,11 @@ from flashinfer_ar.memory.device_place import place_of
 
 
 @functools.cache
-def _load_function(spec: KernelSpec, device_index: int) -> Any:
+def _load_function(cubin: Path, name: str, device_index: int) -> Any:
     """The function in a module that stays loaded, for all workspaces of the process."""
     del device_index  # its context is current; a key of the cache
-    module = checked(driver.cuModuleLoadData, build(spec).read_bytes())
-    return checked(driver.cuModuleGetFunction, module, spec.name.encode())
+    module = checked(driver.cuModuleLoadData, cubin.read_bytes())
+    return checked(driver.cuModuleGetFunction, module, name.encode())
 
 
 class CudaKernel:
@@ -40,7 +41,7 @@ class CudaKernel:
         self._device_index = device_index
         self._context = context
         self._order = order
-        self._function = _load_function(spec, device_index)
+        self._function = _load_function(build(spec), spec.name, device_index)
         self._cluster = spec.geometry.cluster
         self._config = driver.CUlaunchConfig()
         self._config.gridDimY = self._config.gridDimZ = 1
@@ -137,6 +138,7 @@ class CudaSubstrate:
         if not self.control:
             return
         with current_context(self._context):
+            self._order.close()
             checked(driver.cuMemFree, self.control)
             checked(driver.cuMemFreeHost, self._record_address)
         self.control = 0

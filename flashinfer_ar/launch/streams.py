@@ -7,6 +7,7 @@ from typing import Any
 from cuda.bindings import driver
 
 from flashinfer_ar.driver import checked
+from flashinfer_ar.errors import CudaError
 
 
 class StreamOrder:
@@ -16,25 +17,43 @@ class StreamOrder:
     second one may wait for room that the first one holds. Within one stream CUDA orders them; at a
     change of stream, the new one is made to wait for the old one, which must still exist.
 
-    A graph's order is set when it is captured, and between replays and other calls it is the
-    caller's: nothing here sees a replay.
+    Calls that are captured are ordered among themselves, since they do not run now. Between replays
+    and other calls the order is the caller's: nothing here sees a replay.
     """
 
     def __init__(self) -> None:
-        self._last: int | None = None
+        self._eager: int | None = None
+        self._captured: int | None = None
         self._event: Any = None
 
     def enter(self, stream: int) -> None:
-        """Called before each launch on ``stream``; the device's context is current."""
-        if self._last is not None and stream != self._last:
-            self._make_wait(stream, self._last)
-        self._last = stream
+        """Called before each launch on ``stream``; the device's context is current.
 
-    def _make_wait(self, stream: int, previous: int) -> None:
-        # Between a stream that is being captured and one that is not there is no order to make:
-        # what is captured does not run now.
-        if _is_capturing(stream) != _is_capturing(previous):
+        Raises ``CudaError`` if the stream of the call before is being captured: then nothing can be
+        made to wait for what it ran earlier.
+        """
+        if _is_capturing(stream):
+            previous, self._captured = self._captured, stream
+            if previous not in (None, stream) and _is_capturing(previous):
+                self._make_wait(stream, previous)
             return
+        previous, self._eager = self._eager, stream
+        if previous in (None, stream):
+            return
+        if _is_capturing(previous):
+            raise CudaError(
+                "the workspace's last call was on a stream that is being captured now: allowed is "
+                "a call on that stream, or on another one after the capture"
+            )
+        self._make_wait(stream, previous)
+
+    def close(self) -> None:
+        """Free the event; safe twice."""
+        if self._event is not None:
+            checked(driver.cuEventDestroy, self._event)
+            self._event = None
+
+    def _make_wait(self, stream: int, previous: int | None) -> None:
         if self._event is None:
             flags = driver.CUevent_flags.CU_EVENT_DISABLE_TIMING
             self._event = checked(driver.cuEventCreate, flags)
@@ -42,6 +61,6 @@ class StreamOrder:
         checked(driver.cuStreamWaitEvent, stream, self._event, 0)
 
 
-def _is_capturing(stream: int) -> bool:
+def _is_capturing(stream: int | None) -> bool:
     status = checked(driver.cuStreamIsCapturing, stream)
     return bool(status != driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE)
