@@ -1,13 +1,16 @@
 """Hands a file descriptor of every rank to every rank of one machine.
 
 By SCM_RIGHTS over AF_UNIX sockets: ``pidfd_getfd`` needs ptrace rights, which containers lack. Each
-rank listens in a folder of its own with mode 0700 and a name that cannot be guessed, and takes
-descriptors only from processes of its own user that know the exchange's token.
+rank has an inbox, a socket in a folder of its own with mode 0700 and a name that cannot be guessed,
+and takes descriptors only from processes of its own user that know the exchange's token. Inboxes
+take datagrams: a message comes whole or not at all, it stays if its sender dies, and there is no
+connection that a stranger could open and keep silent.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import hmac
 import os
 import secrets
@@ -15,16 +18,34 @@ import socket
 import struct
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from array import array
+from collections import deque
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from flashinfer_ar import env
 from flashinfer_ar.bootstrap import CommBackend, agreed_step
 from flashinfer_ar.errors import BootstrapError
 
-_MAX_SOCKET_PATH_BYTES = 107  # sun_path, without its final zero
+# All ranks of a host see one /dev/shm (HostIdentity). TMPDIR promises less: it may be a rank's own,
+# too long for a socket's address, or on a file system that has no sockets.
+_PARENT_FOLDER = "/dev/shm"
 _GREETING = struct.Struct("!32sI")  # token of the exchange, rank of the sender
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
+_FD_BYTES = array("i").itemsize
+# Room for a second descriptor: a message that has more than one must be seen to have them.
+_ANCILLARY_BYTES = socket.CMSG_SPACE(_CREDENTIALS.size) + socket.CMSG_SPACE(2 * _FD_BYTES)
+# A full inbox (of 10 messages on many systems), or as many descriptors under way between this
+# user's processes as one of them may open. Both pass, since ranks that wait empty their inboxes.
+_PASSING_ERRORS = (errno.EAGAIN, errno.ETOOMANYREFS)
+_PAUSE_S = 0.002
+
+
+class _Message(NamedTuple):
+    greeting: bytes
+    uid: int | None  # of the sender, from the kernel
+    fds: Sequence[int]
 
 
 def exchange_fds(comm: CommBackend, fd: int) -> list[int]:
@@ -32,99 +53,117 @@ def exchange_fds(comm: CommBackend, fd: int) -> list[int]:
 
     The caller owns and closes what it gets, the duplicate of its own ``fd`` included; all are
     close-on-exec. Raises ``SymmetricMemoryError`` on all ranks, and leaves no descriptor open, if a
-    rank cannot listen or if a peer's descriptor does not come within ``FLASHINFER_AR_TIMEOUT_S``.
+    rank has no inbox or cannot reach a peer's, or if a peer's descriptor does not come within half
+    of ``FLASHINFER_AR_TIMEOUT_S``. Raises ``BootstrapError`` if a rank is lost.
     """
-    deadline = time.monotonic() + env.timeout_s()
     rank, num_ranks = comm.Get_rank(), comm.Get_size()
     token = comm.bcast(secrets.token_bytes(32) if rank == 0 else None, 0)
-    with contextlib.ExitStack() as sockets, contextlib.ExitStack() as undo:
-        with agreed_step(comm, "listen for file descriptors"):
-            listener = sockets.enter_context(_listener(num_ranks))
-        paths = comm.allgather(listener.getsockname())
+    fds: dict[int, int] = {}
+    with contextlib.ExitStack() as undo, contextlib.ExitStack() as sockets:
+        undo.callback(lambda: _close_all(list(fds.values())))
+        with agreed_step(comm, "prepare an exchange of file descriptors"):
+            fds[rank] = os.dup(fd)
+            inbox = sockets.enter_context(_inbox())
+        paths = comm.allgather(inbox.getsockname())
         with agreed_step(comm, "exchange file descriptors"):
-            # A connection and what is sent on it wait in the listener's queue: nobody has to accept
-            # before all have sent.
-            for peer, path in enumerate(paths):
-                if peer != rank:
-                    sockets.enter_context(_sent(path, _GREETING.pack(token, rank), fd, deadline))
-            fds = {rank: os.dup(fd)}
-            undo.callback(_close_all, fds)
-            while len(fds) < num_ranks:
-                _receive(listener, token, fds, deadline)
+            _swap(inbox, paths, _GREETING.pack(token, rank), fds)
         undo.pop_all()
     return [fds[peer] for peer in range(num_ranks)]
 
 
 @contextlib.contextmanager
-def _listener(backlog: int) -> Iterator[socket.socket]:
-    with contextlib.ExitStack() as stack:
-        folder = stack.enter_context(
-            tempfile.TemporaryDirectory(prefix="far-", dir=_short_folder())
-        )
-        listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
-        listener.bind(str(Path(folder, "fd")))
-        listener.listen(backlog)
-        yield listener
-
-
-def _short_folder() -> str:
-    """The temporary folder, or ``/tmp`` where its name leaves no room for a socket's."""
-    folder = tempfile.gettempdir()
-    room = len(os.fsencode(folder)) + len("/far-xxxxxxxx/fd")
-    return folder if room <= _MAX_SOCKET_PATH_BYTES else "/tmp"
-
-
-@contextlib.contextmanager
-def _sent(path: str, greeting: bytes, fd: int, deadline: float) -> Iterator[None]:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-        connection.settimeout(_remaining_s(deadline))
-        connection.connect(path)
-        socket.send_fds(connection, [greeting], [fd])
-        yield
-
-
-def _receive(listener: socket.socket, token: bytes, fds: dict[int, int], deadline: float) -> None:
-    """Take the next connection; what is no peer's is closed and forgotten."""
+def _inbox() -> Iterator[socket.socket]:
+    folder = Path(tempfile.mkdtemp(prefix="flashinfer_ar-", dir=_PARENT_FOLDER))
+    path = folder / "fd"
     try:
-        listener.settimeout(_remaining_s(deadline))
-        connection, _ = listener.accept()
-    except TimeoutError:
-        raise BootstrapError(f"descriptors came from ranks {sorted(fds)} only") from None
-    with connection:
-        connection.settimeout(_remaining_s(deadline))
-        if _uid_of(connection) != os.geteuid():
-            return
-        greeting, received, _, _ = socket.recv_fds(
-            connection, _GREETING.size, maxfds=1, flags=socket.MSG_CMSG_CLOEXEC
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as inbox:
+            inbox.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+            inbox.bind(str(path))
+            yield inbox
+    finally:
+        # After the last vote no rank may fail alone. Not rmtree: it needs descriptors of its own.
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)
+            folder.rmdir()
+
+
+def _swap(inbox: socket.socket, paths: Sequence[str], greeting: bytes, fds: dict[int, int]) -> None:
+    """Send this rank's descriptor, the only one in ``fds``, to all peers; add theirs."""
+    ((rank, own_fd),) = fds.items()
+    unsent = deque([*range(rank + 1, len(paths)), *range(rank)])
+    missing = set(unsent)
+    # Half: a peer that has everything waits in the vote for as long as any wait may take. It must
+    # still be there when a rank gives up here.
+    timeout_s = env.timeout_s() / 2
+    deadline = time.monotonic() + timeout_s
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as outbox:
+        outbox.setblocking(False)
+        while unsent or missing:
+            remaining_s = deadline - time.monotonic()
+            if remaining_s <= 0:
+                raise BootstrapError(
+                    f"after {timeout_s:g} s no descriptor came from ranks {sorted(missing)}, "
+                    f"and none could be sent to ranks {sorted(unsent)}"
+                )
+            if unsent and _is_sent(outbox, unsent[0], paths[unsent[0]], greeting, own_fd):
+                unsent.popleft()
+                continue
+            unsent.rotate(-1)  # one that is slow shall not keep the others waiting
+            message = _received(inbox, min(remaining_s, _PAUSE_S) if unsent else remaining_s)
+            peer = _peer_of(message, greeting)
+            if peer is None or peer not in missing:
+                _close_all(message.fds)
+                continue
+            missing.remove(peer)
+            (fds[peer],) = message.fds
+
+
+def _is_sent(outbox: socket.socket, peer: int, path: str, greeting: bytes, fd: int) -> bool:
+    """False where it is worth another try."""
+    ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", [fd]))]
+    try:
+        outbox.sendmsg([greeting], ancillary, 0, path)
+    except OSError as error:
+        if error.errno in _PASSING_ERRORS:
+            return False
+        raise BootstrapError(f"cannot send a descriptor to rank {peer}, {path}: {error}") from error
+    return True
+
+
+def _received(inbox: socket.socket, wait_s: float) -> _Message:
+    """The next message, anybody's; an empty one if none comes in time."""
+    inbox.settimeout(max(wait_s, 1e-3))  # 0 would mean non-blocking
+    uid, fds = None, array("i")
+    try:
+        # Not socket.recv_fds: it drops its flags, and with them close-on-exec.
+        greeting, ancillary, flags, _ = inbox.recvmsg(
+            _GREETING.size + 1, _ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC
         )
-        peer = _peer_of(greeting, token)
-        if peer is None or peer in fds or len(received) != 1:
-            _close_all(dict(enumerate(received)))
-            return
-        fds[peer] = received[0]
+    except TimeoutError:
+        return _Message(b"", None, ())
+    for _, kind, data in ancillary:
+        if kind == socket.SCM_RIGHTS:
+            fds.frombytes(data[: len(data) // _FD_BYTES * _FD_BYTES])
+        elif kind == socket.SCM_CREDENTIALS:
+            _, uid, _ = _CREDENTIALS.unpack(data)
+    if flags & socket.MSG_CTRUNC and not fds:
+        raise BootstrapError(
+            "a descriptor came and could not be opened: this process has too many (ulimit -n), or "
+            "a security module forbids it"
+        )
+    return _Message(greeting, uid, fds)
 
 
-def _peer_of(greeting: bytes, token: bytes) -> int | None:
-    """The rank of a sender that knows the token."""
-    if len(greeting) != _GREETING.size:
+def _peer_of(message: _Message, own_greeting: bytes) -> int | None:
+    """The rank of a sender that is one: this user's, knows the token, gives one descriptor."""
+    if len(message.greeting) != _GREETING.size or message.uid != os.getuid():
         return None
-    its_token, peer = _GREETING.unpack(greeting)
-    return peer if hmac.compare_digest(its_token, token) else None
+    its_token, peer = _GREETING.unpack(message.greeting)
+    own_token, _ = _GREETING.unpack(own_greeting)
+    is_peer = hmac.compare_digest(its_token, own_token) and len(message.fds) == 1
+    return peer if is_peer else None
 
 
-def _uid_of(connection: socket.socket) -> int:
-    size = _CREDENTIALS.size
-    _, uid, _ = _CREDENTIALS.unpack(
-        connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
-    )
-    return int(uid)
-
-
-def _remaining_s(deadline: float) -> float:
-    """Never zero, which would mean non-blocking."""
-    return max(deadline - time.monotonic(), 1e-3)
-
-
-def _close_all(fds: Mapping[int, int]) -> None:
-    for fd in fds.values():
+def _close_all(fds: Sequence[int]) -> None:
+    for fd in fds:
         os.close(fd)
