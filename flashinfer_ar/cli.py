@@ -105,6 +105,13 @@ def build(
             show_default="all ranks",
         ),
     ] = None,
+    multicast: Annotated[
+        bool,
+        typer.Option(
+            "--multicast",
+            help="Build the kernels that store through NVLink multicast instead of to each rank.",
+        ),
+    ] = False,
     workers: Annotated[
         int | None,
         typer.Option(
@@ -128,7 +135,10 @@ def build(
     dtypes, hidden_sizes, ranks = dtype or list(DType), hidden_size or [], rank or []
     _check_ranks(ranks, min(world_size))
     _check_hidden_sizes(hidden_sizes, dtypes)
-    specs = _specs(arch or _requested_targets(), world_size, ranks, dtypes, hidden_sizes)
+    targets = arch or _requested_targets()
+    if multicast and HOST_TARGET in targets:
+        raise typer.BadParameter("allowed for GPUs only, not for host", param_hint="'--multicast'")
+    specs = _specs(targets, world_size, ranks, dtypes, hidden_sizes, multicast)
     started = time.monotonic()
     root = _cache_folder()
     try:
@@ -205,11 +215,12 @@ def _specs(
     ranks: Sequence[int],
     dtypes: Sequence[DType],
     hidden_sizes: Sequence[int],
+    multicast: bool,
 ) -> list[KernelSpec]:
     """What the workspaces of these configurations load, each kernel once."""
     own_sizes: Sequence[int | None] = hidden_sizes or [None]
     workspaces = (
-        Instances(target, world_size, rank, hidden_size, dtype, multicast=False)
+        Instances(target, world_size, rank, hidden_size, dtype, multicast)
         for target, world_size in itertools.product(targets, world_sizes)
         for rank in _ranks(target, world_size, ranks)
         for hidden_size, dtype in itertools.product(own_sizes, dtypes)

@@ -163,12 +163,16 @@ def _call(function: str, *arguments: object) -> Any:
 
 def _identity() -> str:
     """Version and size of the library: the version alone does not tell patch releases apart."""
-    major, minor, size = _library()
+    major, minor, size = library_facts()
     return f"NVRTC {major}.{minor}, {size} bytes"
 
 
 @functools.cache
-def _library() -> tuple[int, int, int]:
+def library_facts() -> tuple[int, int, int]:
+    """Version, as major and minor, and size in bytes of the NVRTC that is used.
+
+    Raises :class:`JitError`, with what to install, without one.
+    """
     nvrtc = _bindings()
     try:
         _, major, minor = nvrtc.nvrtcVersion()

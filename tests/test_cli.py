@@ -164,6 +164,12 @@ def test_every_combination_once(asked: list[jit.KernelSpec]) -> None:
     assert own == {(size, dtype) for size in (64, 128) for dtype in (DType.FLOAT16, DType.BFLOAT16)}
 
 
+@pytest.mark.parametrize("option", [(), ("--multicast",)])
+def test_multicast_kernels(option: tuple[str, ...], asked: list[jit.KernelSpec]) -> None:
+    run("--world-size", "2", "--arch", "9.0a", *option)
+    assert {spec.multicast for spec in asked} == {bool(option)}
+
+
 # ---- What is refused, and failures --------------------------------------------------------------
 
 
@@ -185,6 +191,8 @@ def test_every_combination_once(asked: list[jit.KernelSpec]) -> None:
          "'--hidden-size': 65536; allowed with float32 is a multiple of 4 up to 32768"),
         ("--world-size 2 --hidden-size 0",
          "'--hidden-size': '0'; allowed is a whole number from 1"),
+        ("--world-size 2 --multicast --arch host",
+         "'--multicast': allowed for GPUs only, not for host"),
         ("--world-size 2 --workers 0", "'--workers': '0'; allowed is a whole number from 1"),
     ],
 )  # fmt: skip

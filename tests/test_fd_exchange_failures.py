@@ -251,7 +251,7 @@ def allocate_in_places(monkeypatch, elsewhere, fabric):
             cuda_shared.CudaSharedMemory.allocate(comm, 4096, device)
         return str(caught.value), time.monotonic() - started
 
-    monkeypatch.setattr(cuda_shared, "_try", refuse)
+    monkeypatch.setattr(cuda_shared, "try_handle", refuse)
     text, seconds = refused_on_all(3, allocate)
     assert seconds < 0.5 * TIMEOUT_S
     return text, tried

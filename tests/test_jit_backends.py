@@ -289,6 +289,6 @@ def test_nvrtc_other_target_is_refused():
 @pytest.mark.parametrize("module", ["cuda.bindings.nvrtc", "cuda.pathfinder"])
 def test_nvrtc_missing_is_named(monkeypatch, module):
     monkeypatch.setitem(sys.modules, module, None)
-    nvrtc._library.cache_clear()
+    nvrtc.library_facts.cache_clear()
     with pytest.raises(JitError, match="pip install cuda-bindings nvidia-cuda-nvrtc"):
         nvrtc.build_cubin("probe", KERNEL, "sm_90a")

@@ -39,7 +39,7 @@ def nvrtc_compiler(targets: Sequence[str], driver_cuda: tuple[int, int] | None) 
     """Whether NVRTC compiles for ``targets`` and the driver loads what it compiles."""
     meaning = "kernels for GPUs cannot be compiled, neither at run time nor ahead of time"
     try:
-        version = nvrtc._library()
+        version = nvrtc.library_facts()
         for target in targets:
             nvrtc.compile_ptx(_TRIVIAL_KERNEL, target)
     except JitError as error:

@@ -49,7 +49,7 @@ class Answers:
 
 def try_handles(driver: Driver, gpus: Sequence[Gpu]) -> Answers:
     """Allocate and export on each of ``gpus``, in both kinds."""
-    from flashinfer_ar.memory.cuda_shared import HandleKind  # needs cuda-python
+    from flashinfer_ar.memory.cuda_device import HandleKind  # needs cuda-python
 
     posix_fd, fabric = {}, {}
     for gpu in gpus:
@@ -61,12 +61,12 @@ def try_handles(driver: Driver, gpus: Sequence[Gpu]) -> Answers:
 
 
 def _answer(api: Any, gpu: Gpu, kind: Any) -> str:
-    from flashinfer_ar.memory.cuda_shared import CudaDevice, _try
+    from flashinfer_ar.memory.cuda_device import CudaDevice, try_handle
 
     try:
         with _context(api, gpu) as context:
             place = DevicePlace(host_identity(), gpu.pci_bus_id, gpu.uuid, None)
-            refusal = _try(CudaDevice(api, gpu.ordinal, context, place), kind)
+            refusal = try_handle(CudaDevice(api, gpu.ordinal, context, place), kind)
     except (CudaError, OSError) as error:
         refusal = str(error)
     # Without the device, so that equal answers of several GPUs are equal.

@@ -19,8 +19,9 @@ from flashinfer_ar.jit.nvrtc import target_of_device
 from flashinfer_ar.jit.params import Control, Params, TimeoutRecord
 from flashinfer_ar.launch.streams import StreamOrder
 from flashinfer_ar.memory import SymmetricMemory
+from flashinfer_ar.memory.cuda_device import CudaDevice
 from flashinfer_ar.memory.cuda_local import CudaLocalMemory
-from flashinfer_ar.memory.cuda_shared import CudaDevice, CudaSharedMemory
+from flashinfer_ar.memory.cuda_shared import CudaSharedMemory
 from flashinfer_ar.memory.device_place import place_of
 
 

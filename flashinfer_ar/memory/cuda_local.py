@@ -7,12 +7,13 @@ import threading
 
 from flashinfer_ar.bootstrap import CommBackend, agree_on_value, agreed_step
 from flashinfer_ar.driver import checked, current_context
-from flashinfer_ar.memory.cuda_shared import (
+from flashinfer_ar.memory.cuda_device import (
     CudaDevice,
     HandleKind,
-    _granularity,
-    _properties,
-    _round_up,
+    access_of,
+    granularity_of,
+    properties_of,
+    round_up,
 )
 
 
@@ -21,8 +22,8 @@ class _Block:
 
     def __init__(self, device: CudaDevice, size_bytes: int) -> None:
         self._device = device
-        self._properties = _properties(device, HandleKind.POSIX_FD)
-        self._size_bytes = _round_up(size_bytes, _granularity(device, self._properties))
+        self._properties = properties_of(device, HandleKind.POSIX_FD)
+        self._size_bytes = round_up(size_bytes, granularity_of(device, self._properties))
         self._is_mapped = False
         self.address = int(checked(device.api.cuMemAddressReserve, self._size_bytes, 0, 0, 0))
 
@@ -34,9 +35,7 @@ class _Block:
         finally:
             checked(api.cuMemRelease, handle)  # the mapping keeps the memory
         self._is_mapped = True
-        access = api.CUmemAccessDesc()
-        access.location = self._properties.location
-        access.flags = api.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+        access = access_of(self._device)
         checked(api.cuMemSetAccess, self.address, self._size_bytes, [access], 1)
 
     def unmap(self) -> None:

@@ -8,39 +8,43 @@ hosts, inside one NVLink domain, as fabric handles.
 from __future__ import annotations
 
 import contextlib
-import enum
+import logging
 import os
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
-from flashinfer_ar.bootstrap import CommBackend, agreed_step
-from flashinfer_ar.driver import checked, current_context
+from flashinfer_ar.bootstrap import CommBackend, agree_on_value, agreed_step
+from flashinfer_ar.driver import checked
 from flashinfer_ar.errors import CudaError, SymmetricMemoryError
+from flashinfer_ar.memory import multicast
+from flashinfer_ar.memory.cuda_device import (
+    CudaDevice,
+    HandleKind,
+    access_of,
+    granularity_of,
+    handle_type_of,
+    properties_of,
+    round_up,
+    try_handle,
+)
 from flashinfer_ar.memory.fd_exchange import exchange_fds
 from flashinfer_ar.memory.topology import DevicePlace, exchange_places
+
+Result = TypeVar("Result")
+
+_log = logging.getLogger(__name__)
 
 # Not ready is what a fabric manager or an IMEX daemon answers while it starts; it passes.
 _NUM_TRIES = 10
 _PAUSE_S = 0.5
-
-
-class HandleKind(str, enum.Enum):
-    """How an allocation travels to another process."""
-
-    POSIX_FD = "POSIX file descriptors"
-    FABRIC = "fabric handles"
-
-
-@dataclass(frozen=True)
-class CudaDevice:
-    """A rank's device."""
-
-    api: Any  # cuda.bindings.driver, or a stand-in
-    ordinal: int
-    context: Any
-    place: DevicePlace
+_NOT_READY = "SYSTEM_NOT_READY"
+# What a driver answers that does not have a kind of handle; anything else is a fault.
+_REFUSALS = ("INVALID_VALUE", "NOT_PERMITTED", "NOT_SUPPORTED")
+_BETWEEN_HOSTS = (
+    ". Between hosts memory is shared by fabric handles alone, which need an NVLink fabric and an "
+    "IMEX channel (/dev/nvidia-caps-imex-channels)"
+)
 
 
 class CudaSharedMemory:
@@ -49,89 +53,133 @@ class CudaSharedMemory:
     ``close`` waits for nobody: a block's physical memory lives until no rank maps it any more.
     """
 
-    multicast = None
-
     def __init__(
         self, rank: int, num_ranks: int, size_bytes: int, device: CudaDevice, kind: HandleKind
     ) -> None:
         self.size_bytes = size_bytes
+        self._num_ranks = num_ranks
         self._rank = rank
         self._device = device
-        self._properties = _properties(device, kind)
+        self._properties = properties_of(device, kind)
         self._kind = kind
-        self._block_bytes = _round_up(size_bytes, _granularity(device, self._properties))
+        self._block_bytes = round_up(size_bytes, granularity_of(device, self._properties))
+        self._multicast: multicast.Multicast | None = None
+        self._relies_on_multicast = False
         self._range_bytes = num_ranks * self._block_bytes
-        self._base = int(checked(device.api.cuMemAddressReserve, self._range_bytes, 0, 0, 0))
-        self._is_mapped = False
+        base = int(checked(device.api.cuMemAddressReserve, self._range_bytes, 0, 0, 0))
+        self.peers = tuple(range(base, base + self._range_bytes, self._block_bytes))
+        self.local = self.peers[rank]
+        self._mapped: list[int] = []
 
     @classmethod
     def allocate(cls, comm: CommBackend, size_bytes: int, device: CudaDevice) -> CudaSharedMemory:
         """``size_bytes`` on every rank's device; collective.
 
         Raises ``SymmetricMemoryError`` on all ranks, with nothing left behind, if the ranks cannot
-        share memory or a driver call fails on one of them; the text names rank, host, call, code.
+        share memory or a driver call fails on one of them; the text names rank, host, device, call
+        and code.
         """
         places = exchange_places(comm, device.place)
+        return _until_ready(lambda: cls._allocate(comm, size_bytes, device, places))
+
+    @classmethod
+    def _allocate(
+        cls, comm: CommBackend, size_bytes: int, device: CudaDevice, places: Sequence[DevicePlace]
+    ) -> CudaSharedMemory:
         kind = _agree_on_kind(comm, device, places)
-        with contextlib.ExitStack() as undo, current_context(device.context, device.api):
-            with agreed_step(comm, "reserve addresses"):
+        wants_multicast = multicast.is_wanted(comm, device)
+        with contextlib.ExitStack() as undo:
+            with agreed_step(comm, "reserve addresses"), device.current():
+                if wants_multicast:  # whose unit is larger
+                    handle_type = handle_type_of(device.api, kind)
+                    unit = multicast.unit_of(device, handle_type, size_bytes, comm.Get_size())
+                    size_bytes = round_up(size_bytes, unit)
                 memory = cls(comm.Get_rank(), comm.Get_size(), size_bytes, device, kind)
-                undo.callback(memory.close)
-            memory.map(comm)
+                undo.callback(_quietly, memory.close)
+                if wants_multicast:
+                    memory._reserve_multicast()
+            agree_on_value(comm, "the bytes of a block of CUDA memory", memory._block_bytes)
+            memory._map(comm)
             undo.pop_all()
         return memory
 
     @property
-    def local(self) -> int:
-        """The address of this rank's block."""
-        return self.peers[self._rank]
-
-    @property
-    def peers(self) -> tuple[int, ...]:
-        """The addresses of all ranks' blocks."""
-        return tuple(range(self._base, self._base + self._range_bytes, self._block_bytes))
+    def multicast(self) -> int | None:
+        """The address whose stores reach every rank's block; ``None`` where there is none."""
+        return self._multicast.address if self._multicast else None
 
     def map(self, comm: CommBackend) -> None:
         """Give every block physical memory, shared by all ranks; collective.
 
-        Handles are needed on the way only: a mapping keeps its memory.
+        Raises as ``allocate`` does; the addresses stay reserved then, with no memory behind them.
         """
-        api = self._device.api
-        with contextlib.ExitStack() as handles, contextlib.ExitStack() as undo:
-            with agreed_step(comm, f"create CUDA memory to be shared by {self._kind.value}"):
-                own = checked(api.cuMemCreate, self._block_bytes, self._properties, 0)
-                handles.callback(checked, api.cuMemRelease, own)
-            imported = self._exchange(comm, own, handles)
-            with agreed_step(comm, "map the CUDA memory of all ranks"):
-                for address, handle in zip(self.peers, imported, strict=True):
-                    checked(api.cuMemMap, address, self._block_bytes, 0, handle, 0)
-                    undo.callback(checked, api.cuMemUnmap, address, self._block_bytes)
-                self._allow_access()
-            undo.pop_all()
-        self._is_mapped = True
+        _until_ready(lambda: self._map(comm))
 
     def unmap(self) -> None:
         """Let go of the physical memory and keep the addresses; safe twice."""
-        if not self._is_mapped:
-            return
-        self._is_mapped = False
-        for address in self.peers:
-            checked(self._device.api.cuMemUnmap, address, self._block_bytes)
+        with self._device.current():
+            self._unmap()
 
     def close(self) -> None:
-        """Let go of memory and addresses; safe twice."""
-        if not self._base:
+        """Let go of memory and addresses, which are gone (0 and empty) from here; safe twice."""
+        if not self.peers:
             return
-        with current_context(self._device.context, self._device.api):
-            self.unmap()
-            checked(self._device.api.cuMemAddressFree, self._base, self._range_bytes)
-        self._base = 0
+        base = self.peers[0]
+        self.local, self.peers = 0, ()
+        with self._device.current(), contextlib.ExitStack() as calls:
+            calls.callback(checked, self._device.api.cuMemAddressFree, base, self._range_bytes)
+            calls.callback(self._unmap)
+            if self._multicast is not None:
+                calls.callback(self._multicast.close)
 
-    def _exchange(self, comm: CommBackend, own: Any, handles: contextlib.ExitStack) -> list[Any]:
-        """All ranks' handles, the own one in its place; they are released with ``handles``."""
-        api, kind_code = self._device.api, _handle_type(self._device.api, self._kind)
+    def _map(self, comm: CommBackend) -> None:
+        api = self._device.api
+        handles: dict[int, Any] = {}
+        with contextlib.ExitStack() as undo:
+            undo.callback(_quietly, self._roll_back, handles)
+            step = f"create CUDA memory to be shared by {self._kind.value}"
+            with agreed_step(comm, step), self._device.current():
+                own = checked(api.cuMemCreate, self._block_bytes, self._properties, 0)
+                handles[self._rank] = own
+            self._exchange(comm, handles)
+            with agreed_step(comm, "map the CUDA memory of all ranks"), self._device.current():
+                access = access_of(self._device)
+                for peer, address in enumerate(self.peers):
+                    checked(api.cuMemMap, address, self._block_bytes, 0, handles[peer], 0)
+                    self._mapped.append(address)
+                    checked(api.cuMemSetAccess, address, self._block_bytes, [access], 1)
+            self._attach_multicast(comm, own)
+            with agreed_step(comm, "release the handles of CUDA memory"), self._device.current():
+                self._release(handles)  # needed on the way only: a mapping keeps its memory
+            undo.pop_all()
+
+    def _reserve_multicast(self) -> None:
+        handle_type = handle_type_of(self._device.api, self._kind)
+        self._multicast = multicast.Multicast(
+            self._device, handle_type, self._block_bytes, self._num_ranks
+        )
+
+    def _attach_multicast(self, comm: CommBackend, own_block: Any) -> None:
+        """All ranks get multicast, or none: unicast works too. Once in use it has to come back."""
+        if self._multicast is None:
+            return
+        try:
+            self._multicast.attach(comm, own_block)
+            self._relies_on_multicast = True
+        except SymmetricMemoryError as error:
+            if self._relies_on_multicast or _NOT_READY in str(error):
+                raise
+            _log.warning("stores go to each rank by itself, without NVLink multicast: %s", error)
+            _quietly(self._multicast.close)
+            self._multicast = None
+
+    def _exchange(self, comm: CommBackend, handles: dict[int, Any]) -> None:
+        """Add the peers' handles to this rank's own."""
+        api, kind_code = self._device.api, handle_type_of(self._device.api, self._kind)
         with contextlib.ExitStack() as fds_to_close:
-            with agreed_step(comm, f"export CUDA memory for {self._kind.value}"):
+            step = f"export CUDA memory for {self._kind.value}"
+            with agreed_step(comm, step), self._device.current():
+                own = handles[self._rank]
                 exported = checked(api.cuMemExportToShareableHandle, own, kind_code, 0)
                 if self._kind is HandleKind.POSIX_FD:
                     fds_to_close.callback(os.close, int(exported))
@@ -140,24 +188,55 @@ class CudaSharedMemory:
                 for fd in shared:
                     fds_to_close.callback(os.close, fd)
             else:
-                shared = [_fabric_handle(api, data) for data in comm.allgather(exported.data)]
-            with agreed_step(comm, f"import CUDA memory by {self._kind.value}"):
-                imported = []
+                shared = comm.allgather(bytes(exported.data))
+            step = f"import CUDA memory by {self._kind.value}"
+            with agreed_step(comm, step), self._device.current():
                 for peer, handle in enumerate(shared):
-                    if peer == self._rank:
-                        imported.append(own)
-                        continue
-                    imported.append(checked(api.cuMemImportFromShareableHandle, handle, kind_code))
-                    handles.callback(checked, api.cuMemRelease, imported[-1])
-        return imported
+                    if peer != self._rank:
+                        handles[peer] = checked(
+                            api.cuMemImportFromShareableHandle, handle, kind_code
+                        )
 
-    def _allow_access(self) -> None:
-        api = self._device.api
-        access = api.CUmemAccessDesc()
-        access.location = self._properties.location
-        access.flags = api.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
-        for address in self.peers:
-            checked(api.cuMemSetAccess, address, self._block_bytes, [access], 1)
+    def _roll_back(self, handles: dict[int, Any]) -> None:
+        with self._device.current(), contextlib.ExitStack() as calls:
+            calls.callback(self._release, handles)
+            calls.callback(self._unmap)
+
+    # The next two make every call, also after one that fails: that is what the stacks are for.
+
+    def _unmap(self) -> None:
+        with contextlib.ExitStack() as calls:
+            if self._multicast is not None:
+                calls.callback(self._multicast.detach)
+            while self._mapped:
+                address = self._mapped.pop()
+                calls.callback(checked, self._device.api.cuMemUnmap, address, self._block_bytes)
+
+    def _release(self, handles: dict[int, Any]) -> None:
+        with contextlib.ExitStack() as calls:
+            while handles:
+                calls.callback(checked, self._device.api.cuMemRelease, handles.popitem()[1])
+
+
+def _quietly(action: Callable[..., None], *arguments: Any) -> None:
+    """Take a step back; the error that made it necessary is the one to report."""
+    with contextlib.suppress(CudaError):
+        action(*arguments)
+
+
+def _until_ready(action: Callable[[], Result]) -> Result:
+    """Run ``action``, again while it fails because a rank's driver is not ready.
+
+    All ranks get the same error from it, so all of them come back, or none.
+    """
+    for _ in range(_NUM_TRIES - 1):
+        try:
+            return action()
+        except SymmetricMemoryError as error:
+            if _NOT_READY not in str(error):
+                raise
+        time.sleep(_PAUSE_S)
+    return action()
 
 
 def _agree_on_kind(
@@ -170,81 +249,21 @@ def _agree_on_kind(
     one_host = len({place.host for place in places}) == 1
     kinds = (HandleKind.POSIX_FD, HandleKind.FABRIC) if one_host else (HandleKind.FABRIC,)
     refusals = []
+    hint = "" if one_host else _BETWEEN_HOSTS
     for kind in kinds:
-        answers = _try_on_all(comm, device, kind)
+        answers: list[str | None] = comm.allgather(try_handle(device, kind))
         if all(answer is None for answer in answers):
             return kind
         refusals += [
-            f"{kind.value}: rank {rank} on host {places[rank].host.hostname}, "
-            f"device {places[rank].pci_bus_id}: {answer}"
+            f"{kind.value}: rank {rank} on host {places[rank].host.hostname}: {answer}"
             for rank, answer in enumerate(answers)
             if answer is not None
         ]
-        if any("OUT_OF_MEMORY" in answer for answer in answers if answer):
-            break  # another kind of handle needs the same memory
-    hint = "" if one_host else (
-        ". Between hosts memory is shared by fabric handles alone, which need an NVLink fabric "
-        "and an IMEX channel (/dev/nvidia-caps-imex-channels)"
-    )  # fmt: skip
+        if not all(_is_refusal(answer) for answer in answers if answer):
+            hint = ""
+            break  # another kind of handle would meet the same fault
     raise SymmetricMemoryError("CUDA memory cannot be shared: " + "; ".join(refusals) + hint)
 
 
-def _try_on_all(comm: CommBackend, device: CudaDevice, kind: HandleKind) -> list[str | None]:
-    """Each rank's error text, ``None`` where it works. Only "not ready" is tried again, by all."""
-    for _ in range(_NUM_TRIES):
-        answers: list[str | None] = comm.allgather(_try(device, kind))
-        if not any("SYSTEM_NOT_READY" in answer for answer in answers if answer):
-            break
-        time.sleep(_PAUSE_S)
-    return answers
-
-
-def _try(device: CudaDevice, kind: HandleKind) -> str | None:
-    """Allocate and export as little as possible; the error text if that fails."""
-    api = device.api
-    try:
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(current_context(device.context, api))
-            properties = _properties(device, kind)
-            size = _granularity(device, properties)
-            handle = checked(api.cuMemCreate, size, properties, 0)
-            stack.callback(checked, api.cuMemRelease, handle)
-            exported = checked(api.cuMemExportToShareableHandle, handle, _handle_type(api, kind), 0)
-            if kind is HandleKind.POSIX_FD:
-                os.close(int(exported))
-    except CudaError as error:
-        return str(error)
-    return None
-
-
-def _properties(device: CudaDevice, kind: HandleKind) -> Any:
-    api = device.api
-    properties = api.CUmemAllocationProp()
-    properties.type = api.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
-    properties.location.type = api.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
-    properties.location.id = int(device.ordinal)
-    properties.requestedHandleTypes = _handle_type(api, kind)
-    return properties
-
-
-def _handle_type(api: Any, kind: HandleKind) -> Any:
-    types = api.CUmemAllocationHandleType
-    if kind is HandleKind.POSIX_FD:
-        return types.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
-    return types.CU_MEM_HANDLE_TYPE_FABRIC
-
-
-def _fabric_handle(api: Any, data: bytes) -> Any:
-    handle = api.CUmemFabricHandle()
-    handle.data = data
-    return handle
-
-
-def _granularity(device: CudaDevice, properties: Any) -> int:
-    api = device.api
-    option = api.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_RECOMMENDED
-    return int(checked(api.cuMemGetAllocationGranularity, properties, option))
-
-
-def _round_up(size: int, unit: int) -> int:
-    return -(-size // unit) * unit
+def _is_refusal(answer: str) -> bool:
+    return any(name in answer for name in _REFUSALS)
