@@ -10,6 +10,7 @@ import ctypes
 import functools
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -45,7 +46,8 @@ def _commands(launcher: str, folder: str) -> list[list[str]]:
         # A process that Open MPI takes for a job of one would leave a file in /dev/shm.
         lone = ["env", "OMPI_MCA_btl=self"]
         return [[*lone, f"RANK={rank}", *worker] for rank in range(NUM_RANKS)]
-    mpirun = str(Path(sys.executable).parent / "mpirun")
+    folders = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    mpirun = shutil.which("mpirun", path=folders) or "mpirun"
     flags = ["--allow-run-as-root", "--oversubscribe", "--bind-to", "none"]
     return [[mpirun, *flags, "-np", str(NUM_RANKS), *worker]]
 
