@@ -80,6 +80,7 @@ class Calls:
         self._kernels: dict[KernelSpec, LoadedKernel] = {}
         self._by_shape: dict[CallShape, PreparedCall] = {}
         self._by_number: list[PreparedCall] = []
+        self.timeout_was_raised = False
 
     def load_ahead(self) -> None:
         """Load every kernel whose first use could wait behind a spinning peer on the same device.
@@ -110,6 +111,7 @@ class Calls:
         record = self._substrate.timeout_record
         if record.state == 0:
             return
+        self.timeout_was_raised = True
         call = self._by_number[record.call]
         raise AllReduceTimeoutError(
             f"rank {record.rank} waited {self._settings.timeout_ns / 1e9:g} s "

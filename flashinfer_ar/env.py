@@ -42,7 +42,11 @@ def cuda_archs() -> tuple[str, ...]:
 
 
 def max_ctas() -> int | None:
-    """``FLASHINFER_AR_MAX_CTAS``: cap on the CTAs of one launch; the same on every rank."""
+    """``FLASHINFER_AR_MAX_CTAS``: most CTAs of one launch, instead of the table in plan.py.
+
+    The same on every rank, and of one rank also where ranks share a device. A launch has at least
+    one cluster (8 CTAs at most). Grids that do not fit the device are refused at creation.
+    """
     value = os.environ.get("FLASHINFER_AR_MAX_CTAS")
     if not value:
         return None

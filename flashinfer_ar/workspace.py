@@ -18,7 +18,12 @@ from flashinfer_ar.creation import (
     supported,
     tensor_parallel_group,
 )
-from flashinfer_ar.errors import CallMismatchError, CheckpointError
+from flashinfer_ar.errors import (
+    AllReduceTimeoutError,
+    BootstrapError,
+    CallMismatchError,
+    CheckpointError,
+)
 from flashinfer_ar.jit import Epilogue
 from flashinfer_ar.launch import Substrate, substrate_of, target_of
 from flashinfer_ar.mapping import Mapping
@@ -47,8 +52,10 @@ class MNNVLAllReduceFusionWorkspace(AllReduceFusionWorkspace):
     """Symmetric memory and kernels of one tensor-parallel group, for messages up to a fixed size.
 
     Collective: every rank of ``mapping.tp_group`` makes one, with equal arguments. A workspace is
-    one sequence of calls, the same on every rank; two workspaces are independent. One whose call
-    raised :class:`~flashinfer_ar.errors.AllReduceTimeoutError` can only be closed.
+    one sequence of calls, the same on every rank. Kernels of two workspaces may wait for different
+    peers, so on a GPU their calls must not overlap: give them one stream, or order their streams
+    alike on every rank. A workspace whose call raised
+    :class:`~flashinfer_ar.errors.AllReduceTimeoutError` can only be closed.
 
     Args:
         mapping: this rank's place; the group is its tensor-parallel group of 1 to 72 ranks.
@@ -255,7 +262,7 @@ class MNNVLAllReduceFusionWorkspace(AllReduceFusionWorkspace):
         ``comm_backend``: the group, if the one that made the workspace is gone; the same ranks in
         the same order.
         """
-        if not self._is_detached:
+        if not self._is_detached or not self._open:
             return
         comm = comm_backend or self._comm
         if (comm.Get_rank(), comm.Get_size()) != (self.rank, self.world_size):
@@ -264,13 +271,22 @@ class MNNVLAllReduceFusionWorkspace(AllReduceFusionWorkspace):
                 f"{self.rank} of {self.world_size}, as at creation"
             )
         self._memory.map(comm)
-        with agreed_step(comm, "arm the ring"):
-            self._substrate.fill(self._memory.local, self.workspace_size_bytes, SENTINEL)
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._memory.unmap)
+            with agreed_step(comm, "arm the ring"):
+                self._substrate.fill(self._memory.local, self.workspace_size_bytes, SENTINEL)
+            undo.pop_all()
         self._comm = comm
         self._is_detached = False
 
     def close(self) -> None:
-        """Free the ring; collective, safe twice. For every rank, before its process ends."""
+        """Free the ring; safe twice. For every rank, before its process ends.
+
+        Waits for this rank's calls and for no peer; with multicast for all ranks, whose stores
+        would miss this rank's memory once it is unbound, or for the deadline if one is lost.
+        Raises ``AllReduceTimeoutError`` if a call ran out of time and no other method has said so
+        yet; everything is freed all the same.
+        """
         if not self._open:
             return
         self._open = False
@@ -278,6 +294,11 @@ class MNNVLAllReduceFusionWorkspace(AllReduceFusionWorkspace):
             resources.callback(self._substrate.close)
             resources.callback(self._memory.close)
             self._substrate.synchronize()
+            if self._memory.multicast is not None:
+                with contextlib.suppress(BootstrapError):
+                    self._comm.barrier()
+            if not self._calls.timeout_was_raised:
+                self._calls.raise_on_timeout()
 
     def destroy(self) -> None:
         """FlashInfer's name for :meth:`close`."""
@@ -286,5 +307,7 @@ class MNNVLAllReduceFusionWorkspace(AllReduceFusionWorkspace):
     def __enter__(self) -> MNNVLAllReduceFusionWorkspace:
         return self
 
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
+    def __exit__(self, exc_type: type[BaseException] | None, *exc_info: object) -> None:
+        # An error on its way out is the one to report, not the timeout that it may have caused.
+        with contextlib.suppress(*([AllReduceTimeoutError] if exc_type else [])):
+            self.close()

@@ -20,7 +20,7 @@ from flashinfer_ar.errors import SymmetricMemoryError
 from flashinfer_ar.memory import multicast
 
 SUPPORTED = Attribute.CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED
-SIZE = MULTICAST_GRANULARITY[1]
+SIZE = MULTICAST_GRANULARITY[0]
 NUM_RANKS = 4
 CODES = [
     Code.CUDA_ERROR_INVALID_DEVICE,

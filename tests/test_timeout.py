@@ -8,9 +8,12 @@ import time
 import pytest
 import torch
 from harness import Strategy, check, random_call, stream_of_rank
-from workspace_tools import epoch_word, open_workspace
+from workspace_tools import epoch_word, is_armed, open_workspace
 
 import flashinfer_ar as far
+from flashinfer_ar.calls import CallShape
+from flashinfer_ar.jit import DType, Epilogue
+from flashinfer_ar.jit.params import Control
 
 WORLD_SIZE, MISSING = 3, 2
 NUM_GOOD_CALLS = 3
@@ -100,3 +103,67 @@ def test_every_waiting_rank_raises_and_names_the_wait(
         assert [text for text, _ in later] == [message] * 2
         assert all(seconds < 1.5 for _, seconds in later)  # not for another deadline
     check(WORLD_SIZE, [call], device)
+
+
+def test_calls_queued_behind_a_timeout_send_nothing(device):
+    """They would overwrite what a late peer has still to read, and it would take their data."""
+
+    def rank_main(comm):
+        rank = comm.Get_rank()
+        with stream_of_rank(device), open_workspace(comm, device) as workspace:
+            call = random_call(WORLD_SIZE, 5, 64, torch.bfloat16)
+            staged = [stage(call, rank, device) for _ in range(2)]
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            comm.barrier()
+            if rank == 0:
+                mark_expired(workspace)
+                for strategy, (tensors, output, _) in zip(
+                    (Strategy.ONESHOT, Strategy.TWOSHOT), staged, strict=True
+                ):
+                    launch_unchecked(workspace, tensors[0], output, strategy)
+                synchronize(device)
+            comm.barrier()
+            return is_armed(workspace)
+
+    assert far.run_ranks(WORLD_SIZE, rank_main) == [True] * WORLD_SIZE
+
+
+def mark_expired(workspace):
+    """As a kernel does whose wait outlived the deadline, in a call before."""
+    address = workspace._substrate.control + Control.expired.offset
+    workspace._substrate.fill(address, 4, 1)
+
+
+def launch_unchecked(workspace, row, output, strategy):
+    """The launch alone: as with a graph, nothing looks at the record of the calls before."""
+    shape = CallShape(*row.shape, DType.BFLOAT16, Epilogue.NONE, strategy)
+    call = workspace.prepare(shape)
+    call.params.input, call.params.output = row.data_ptr(), output.data_ptr()
+    call.kernel.launch(call.params, call.num_ctas, False)
+
+
+def synchronize(device):
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def test_close_reports_a_timeout_that_nobody_has_seen(device, monkeypatch):
+    monkeypatch.setenv("FLASHINFER_AR_TIMEOUT_S", "1")
+
+    def rank_main(comm):
+        with stream_of_rank(device):
+            workspace = open_workspace(comm, device)
+            call = random_call(2, 5, 64, torch.bfloat16)
+            tensors, output, _ = stage(call, comm.Get_rank(), device)
+            synchronize(device)
+            comm.barrier()
+            if comm.Get_rank() == 0:
+                launch_unchecked(workspace, tensors[0], output, Strategy.ONESHOT)
+                with pytest.raises(far.AllReduceTimeoutError, match="rank 0 waited 1 s"):
+                    workspace.close()
+                assert output.isnan().all()
+            comm.barrier()
+            workspace.close()  # safe twice, and quiet then
+
+    far.run_ranks(2, rank_main, timeout_s=30.0)

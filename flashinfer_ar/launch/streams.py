@@ -33,25 +33,27 @@ class StreamOrder:
         made to wait for what it ran earlier.
         """
         if _is_capturing(stream):
-            previous, self._captured = self._captured, stream
-            if previous not in (None, stream) and _is_capturing(previous):
-                self._make_wait(stream, previous)
+            if self._captured not in (None, stream) and _is_capturing(self._captured):
+                self._make_wait(stream, self._captured)
+            self._captured = stream
             return
-        previous, self._eager = self._eager, stream
-        if previous in (None, stream):
-            return
-        if _is_capturing(previous):
-            raise CudaError(
-                "the workspace's last call was on a stream that is being captured now: allowed is "
-                "a call on that stream, or on another one after the capture"
-            )
-        self._make_wait(stream, previous)
+        if self._eager not in (None, stream):
+            self._make_eager_wait(stream)
+        self._eager = stream
 
     def close(self) -> None:
         """Free the event; safe twice."""
         if self._event is not None:
             checked(driver.cuEventDestroy, self._event)
             self._event = None
+
+    def _make_eager_wait(self, stream: int) -> None:
+        if _is_capturing(self._eager):
+            raise CudaError(
+                "the workspace's last call was on a stream that is being captured now: allowed is "
+                "a call on that stream, or on another one after the capture"
+            )
+        self._make_wait(stream, self._eager)
 
     def _make_wait(self, stream: int, previous: int | None) -> None:
         if self._event is None:

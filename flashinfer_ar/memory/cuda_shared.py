@@ -47,6 +47,9 @@ _BETWEEN_HOSTS = (
 )
 
 
+_WITHOUT_MULTICAST = "stores go to each rank by itself, without NVLink multicast: %s"
+
+
 class CudaSharedMemory:
     """One block on every rank's GPU, mapped by all ranks side by side in one range of addresses.
 
@@ -54,16 +57,22 @@ class CudaSharedMemory:
     """
 
     def __init__(
-        self, rank: int, num_ranks: int, size_bytes: int, device: CudaDevice, kind: HandleKind
+        self,
+        rank: int,
+        num_ranks: int,
+        size_bytes: int,
+        device: CudaDevice,
+        kind: HandleKind,
+        over_all: multicast.Multicast | None,
     ) -> None:
         self.size_bytes = size_bytes
-        self._num_ranks = num_ranks
         self._rank = rank
         self._device = device
         self._properties = properties_of(device, kind)
         self._kind = kind
-        self._block_bytes = round_up(size_bytes, granularity_of(device, self._properties))
-        self._multicast: multicast.Multicast | None = None
+        unit = granularity_of(device, self._properties)
+        self._block_bytes = round_up(over_all.size_bytes if over_all else size_bytes, unit)
+        self._multicast = over_all
         self._relies_on_multicast = False
         self._range_bytes = num_ranks * self._block_bytes
         base = int(checked(device.api.cuMemAddressReserve, self._range_bytes, 0, 0, 0))
@@ -87,17 +96,14 @@ class CudaSharedMemory:
         cls, comm: CommBackend, size_bytes: int, device: CudaDevice, places: Sequence[DevicePlace]
     ) -> CudaSharedMemory:
         kind = _agree_on_kind(comm, device, places)
-        wants_multicast = multicast.is_wanted(comm, device)
         with contextlib.ExitStack() as undo:
+            made = _reserve_multicast(comm, size_bytes, device, kind)
+            if made is not None:
+                undo.callback(_quietly, made.close)
             with agreed_step(comm, "reserve addresses"), device.current():
-                if wants_multicast:  # whose unit is larger
-                    handle_type = handle_type_of(device.api, kind)
-                    unit = multicast.unit_of(device, handle_type, size_bytes, comm.Get_size())
-                    size_bytes = round_up(size_bytes, unit)
-                memory = cls(comm.Get_rank(), comm.Get_size(), size_bytes, device, kind)
+                memory = cls(comm.Get_rank(), comm.Get_size(), size_bytes, device, kind, made)
+                undo.pop_all()
                 undo.callback(_quietly, memory.close)
-                if wants_multicast:
-                    memory._reserve_multicast()
             agree_on_value(comm, "the bytes of a block of CUDA memory", memory._block_bytes)
             memory._map(comm)
             undo.pop_all()
@@ -131,6 +137,7 @@ class CudaSharedMemory:
             calls.callback(self._unmap)
             if self._multicast is not None:
                 calls.callback(self._multicast.close)
+        self._multicast = None
 
     def _map(self, comm: CommBackend) -> None:
         api = self._device.api
@@ -153,12 +160,6 @@ class CudaSharedMemory:
                 self._release(handles)  # needed on the way only: a mapping keeps its memory
             undo.pop_all()
 
-    def _reserve_multicast(self) -> None:
-        handle_type = handle_type_of(self._device.api, self._kind)
-        self._multicast = multicast.Multicast(
-            self._device, handle_type, self._block_bytes, self._num_ranks
-        )
-
     def _attach_multicast(self, comm: CommBackend, own_block: Any) -> None:
         """All ranks get multicast, or none: unicast works too. Once in use it has to come back."""
         if self._multicast is None:
@@ -167,9 +168,9 @@ class CudaSharedMemory:
             self._multicast.attach(comm, own_block)
             self._relies_on_multicast = True
         except SymmetricMemoryError as error:
-            if self._relies_on_multicast or _NOT_READY in str(error):
+            if self._relies_on_multicast:
                 raise
-            _log.warning("stores go to each rank by itself, without NVLink multicast: %s", error)
+            _log.warning(_WITHOUT_MULTICAST, error)
             _quietly(self._multicast.close)
             self._multicast = None
 
@@ -222,6 +223,25 @@ def _quietly(action: Callable[..., None], *arguments: Any) -> None:
     """Take a step back; the error that made it necessary is the one to report."""
     with contextlib.suppress(CudaError):
         action(*arguments)
+
+
+def _reserve_multicast(
+    comm: CommBackend, size_bytes: int, device: CudaDevice, kind: HandleKind
+) -> multicast.Multicast | None:
+    """A multicast address on every rank, with nothing behind it yet, or on none; collective."""
+    if not multicast.is_wanted(comm, device):
+        return None
+    made = None
+    try:
+        with agreed_step(comm, "reserve multicast addresses"), device.current():
+            handle_type = handle_type_of(device.api, kind)
+            made = multicast.Multicast(device, handle_type, size_bytes, comm.Get_size())
+    except SymmetricMemoryError as error:
+        _log.warning(_WITHOUT_MULTICAST, error)
+        if made is not None:
+            _quietly(made.close)
+        return None
+    return made
 
 
 def _until_ready(action: Callable[[], Result]) -> Result:

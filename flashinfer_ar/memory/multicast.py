@@ -10,7 +10,7 @@ from flashinfer_ar import env
 from flashinfer_ar.bootstrap import CommBackend, agreed_step
 from flashinfer_ar.driver import checked
 from flashinfer_ar.errors import CudaError
-from flashinfer_ar.memory.cuda_device import CudaDevice, access_of
+from flashinfer_ar.memory.cuda_device import CudaDevice, access_of, round_up
 from flashinfer_ar.memory.fd_exchange import exchange_fds
 
 
@@ -35,10 +35,11 @@ class Multicast:
     ) -> None:
         self._device = device
         self._handle_type = handle_type
-        self._size_bytes = size_bytes
-        self._properties = _properties(device, handle_type, size_bytes, num_ranks)
-        unit = unit_of(device, handle_type, size_bytes, num_ranks)
-        self.address = int(checked(device.api.cuMemAddressReserve, size_bytes, unit, 0, 0))
+        unit = _unit(device, _properties(device, handle_type, size_bytes, num_ranks))
+        self.size_bytes = round_up(size_bytes, unit)
+        self._properties = _properties(device, handle_type, self.size_bytes, num_ranks)
+        reserve = device.api.cuMemAddressReserve
+        self.address = int(checked(reserve, self.size_bytes, unit, 0, 0))
         self._attached = contextlib.ExitStack()
 
     def attach(self, comm: CommBackend, own_block: Any) -> None:
@@ -54,7 +55,7 @@ class Multicast:
         self._attached = made
 
     def _attach(self, comm: CommBackend, own_block: Any, made: contextlib.ExitStack) -> None:
-        api, size = self._device.api, self._size_bytes
+        api, size = self._device.api, self.size_bytes
         handle = self._shared_object(comm, made)
         with agreed_step(comm, "add the device to the multicast object"), self._device.current():
             checked(api.cuMulticastAddDevice, handle, self._device.ordinal)
@@ -68,15 +69,18 @@ class Multicast:
             checked(api.cuMemSetAccess, self.address, size, [access_of(self._device)], 1)
 
     def detach(self) -> None:
-        """Unmap, unbind and let go of the object; the address stays. Safe twice."""
+        """Unmap, unbind and let go of the object; the address stays. Safe twice.
+
+        For when all ranks' calls have ended: a store through the object would miss this rank.
+        """
         with self._device.current():
             self._attached.close()
 
     def close(self) -> None:
-        """Give up the address too."""
+        """Give up the object, as ``detach`` does, and the address."""
         with self._device.current(), contextlib.ExitStack() as calls:
             free = self._device.api.cuMemAddressFree
-            calls.callback(checked, free, self.address, self._size_bytes)
+            calls.callback(checked, free, self.address, self.size_bytes)
             calls.callback(self._attached.close)
 
     def _shared_object(self, comm: CommBackend, made: contextlib.ExitStack) -> Any:
@@ -111,10 +115,9 @@ class Multicast:
         return handle
 
 
-def unit_of(device: CudaDevice, handle_type: Any, size_bytes: int, num_ranks: int) -> int:
-    """The unit of a multicast object's size, in bytes."""
-    option = device.api.CUmulticastGranularity_flags.CU_MULTICAST_GRANULARITY_RECOMMENDED
-    properties = _properties(device, handle_type, size_bytes, num_ranks)
+def _unit(device: CudaDevice, properties: Any) -> int:
+    # Not the recommended one, which may be far larger than a ring.
+    option = device.api.CUmulticastGranularity_flags.CU_MULTICAST_GRANULARITY_MINIMUM
     return int(checked(device.api.cuMulticastGetGranularity, properties, option))
 
 

@@ -33,7 +33,8 @@
 // owner C, whose load and store have no fence between them: there the memory model alone orders
 // nothing. The hardware does. B's re-arm has reached B's own memory before B's next grid starts,
 // C's store cannot leave before the load that it depends on, and A's store has to travel to that
-// memory.
+// memory. The same holds with multicast, where A stores through another address of that memory than
+// the one that B re-arms through.
 #pragma once
 
 #include "flashinfer_ar/config.cuh"
@@ -61,12 +62,17 @@ class Turn {
   FAR_DEVICE Turn(Thread t, const Params<C.world_size>& params)
       : thread_(t),
         params_(params),
-        epoch_(load_relaxed_device(&params.control->epoch) / kCallsUnit) {}
+        epoch_(load_relaxed_device(&params.control->epoch) / kCallsUnit),
+        expired_(load_relaxed_device(&params.control->expired) != 0) {}
 
   FAR_DEVICE int rank() const { return C.rank == kAnyRank ? params_.rank : C.rank; }
 
-  // Stores into one rank's ring; the caller has replaced -0.0.
+  // Stores into one rank's ring; the caller has replaced -0.0. Nothing is sent any more once a wait
+  // has outlived the deadline, in this grid or in one before it: calls that were queued behind that
+  // one would overwrite what a late peer has still to read, and it would take their data for its
+  // own.
   FAR_DEVICE void publish_to(int peer, uint32_t slot, const Pack& payload) const {
+    if (expired_) return;
     store_relaxed_system(params_.rings[peer] + in_generation(slot), payload);
   }
 
@@ -74,6 +80,7 @@ class Turn {
   // `include_own`. Ranks start at different destinations, so that no ingress is hit by all at once.
   FAR_DEVICE void publish(uint32_t slot, const Pack& payload, bool include_own = false) const {
     if constexpr (C.multicast) {
+      if (expired_) return;
       multimem_store_relaxed_system(params_.multicast + in_generation(slot), payload);
     } else {
       FAR_UNROLL
@@ -175,7 +182,7 @@ class Turn {
   Thread thread_;
   const Params<C.world_size>& params_;
   uint32_t epoch_;
-  bool expired_ = false;
+  bool expired_;
 };
 
 }  // namespace flashinfer_ar

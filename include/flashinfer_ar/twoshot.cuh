@@ -120,7 +120,7 @@ struct TwoShot {
       const Pack own = T::positive_zeros(load(input + pack));
       const Pack sum = sum_over_ranks<T, /*OwnInRing=*/false>(turn, own, stripes.pack(share),
                                                               stripes.owner_packs(), pack);
-      if (turn.expired()) return;  // peers must meet their own deadline, not our NaN
+      if (turn.expired()) return;  // and publish no NaN: peers must meet their own deadline
       turn.publish(results(stripes) + pack, T::positive_zeros(sum), /*include_own=*/true);
     }
   }
