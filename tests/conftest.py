@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 
@@ -19,3 +21,9 @@ def device(request: pytest.FixtureRequest) -> torch.device:
     """Where the ranks' tensors live: the host substrate, and a GPU that all ranks share."""
     device: torch.device = request.param
     return device
+
+
+@pytest.fixture(autouse=True, scope="module")
+def garbage_of_other_modules_is_gone() -> None:
+    """Some tests count descriptors, and shared mappings that wait for the collector hold some."""
+    gc.collect()
