@@ -45,8 +45,6 @@ _BETWEEN_HOSTS = (
     ". Between hosts memory is shared by fabric handles alone, which need an NVLink fabric and an "
     "IMEX channel (/dev/nvidia-caps-imex-channels)"
 )
-
-
 _WITHOUT_MULTICAST = "stores go to each rank by itself, without NVLink multicast: %s"
 
 
