@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from flashinfer_ar import arguments
-from flashinfer_ar.calls import CallShape, PreparedCall
+from flashinfer_ar.calls import CallShape
+from flashinfer_ar.checked_call import CheckedCall
 from flashinfer_ar.creation import DTYPES
 from flashinfer_ar.jit import Epilogue
 from flashinfer_ar.strategy import MNNVLAllreduceFusionStrategy
@@ -45,16 +46,18 @@ def trtllm_mnnvl_allreduce(
 
     Name and argument order are FlashInfer's.
     """
-    arguments.check_workspace(workspace)
-    arguments.check_input(input, workspace)
-    arguments.check_flag("launch_with_pdl", launch_with_pdl)
-    output = arguments.check_or_make("output", output, input)
-    arguments.check_apart_or_same("output", output, {"input": input})
-    call = _prepare(input, workspace, Epilogue.NONE, strategy)
-    if call is not None:
-        call.params.input = input.data_ptr()
-        call.params.output = output.data_ptr()
-        workspace.launch(call, launch_with_pdl)
+    last = _last(workspace, "last_plain", launch_with_pdl)
+    if last is not None and last.takes(strategy, input, output):
+        assert output is not None  # it was taken
+        last.prepared.start(launch_with_pdl)
+        return output
+    output = arguments.check_plain(input, workspace, launch_with_pdl, output, strategy)
+    call = workspace.prepare(_shape(input, Epilogue.NONE, strategy))
+    if call is None:
+        return output
+    call.place(input.data_ptr(), output.data_ptr())
+    workspace.remember(CheckedCall(call, input, output))
+    call.start(launch_with_pdl)
     return output
 
 
@@ -93,43 +96,49 @@ def trtllm_mnnvl_fused_allreduce_add_rmsnorm(
 
     Raises as :func:`trtllm_mnnvl_allreduce`. Name and argument order are FlashInfer's.
     """
-    arguments.check_workspace(workspace)
-    arguments.check_input(input, workspace)
-    arguments.check_like_input("residual_in", residual_in, input)
-    arguments.check_gamma("gamma", gamma, input)
-    output = arguments.check_or_make("output", output, input)
-    residual_out = arguments.check_or_make("residual_out", residual_out, input)
-    inputs = {"input": input, "residual_in": residual_in}
-    arguments.check_apart_or_same("output", output, inputs)
-    arguments.check_apart_or_same("residual_out", residual_out, inputs)
-    arguments.check_apart("residual_out", residual_out, {"output": output, "gamma": gamma})
-    arguments.check_apart("output", output, {"gamma": gamma})
-    arguments.check_flag("launch_with_pdl", launch_with_pdl)
-    if epsilon is None:
-        epsilon = torch.finfo(input.dtype).eps
-    epsilon = arguments.check_number("epsilon", epsilon)
-    weight_bias = arguments.check_number("weight_bias", weight_bias)
-    call = _prepare(input, workspace, Epilogue.ADD_RMS_NORM, strategy)
-    if call is not None:
-        call.params.input = input.data_ptr()
-        call.params.output = output.data_ptr()
-        call.params.residual_in = residual_in.data_ptr()
-        call.params.residual_out = residual_out.data_ptr()
-        call.params.gamma = gamma.data_ptr()
-        call.params.epsilon = epsilon
-        call.params.weight_bias = weight_bias
-        workspace.launch(call, launch_with_pdl)
+    numbers = epsilon, weight_bias
+    last = _last(workspace, "last_fused", launch_with_pdl)
+    if last is not None and last.takes_fused(
+        strategy, input, output, residual_in, residual_out, gamma, numbers
+    ):
+        assert output is not None and residual_out is not None  # they were taken
+        last.prepared.start(launch_with_pdl)
+        return output, residual_out
+    output, residual_out, epsilon, weight_bias = arguments.check_fused(
+        input,
+        residual_in,
+        gamma,
+        workspace,
+        epsilon,
+        output,
+        residual_out,
+        launch_with_pdl,
+        strategy,
+        weight_bias,
+    )
+    call = workspace.prepare(_shape(input, Epilogue.ADD_RMS_NORM, strategy))
+    if call is None:
+        return output, residual_out
+    tensors = input, output, residual_in, residual_out, gamma
+    call.place(*(tensor.data_ptr() for tensor in tensors))
+    call.set_numbers(epsilon, weight_bias)
+    workspace.remember(CheckedCall(call, *tensors, numbers=numbers))
+    call.start(launch_with_pdl)
     return output, residual_out
 
 
-def _prepare(
-    input: torch.Tensor,
-    workspace: MNNVLAllReduceFusionWorkspace,
-    epilogue: Epilogue,
-    strategy: MNNVLAllreduceFusionStrategy,
-) -> PreparedCall | None:
-    """The prepared launch, or ``None`` for zero tokens: then no rank launches anything."""
-    arguments.check_strategy(strategy)
+def _shape(
+    input: torch.Tensor, epilogue: Epilogue, strategy: MNNVLAllreduceFusionStrategy
+) -> CallShape:
     num_tokens, hidden_size = input.shape
-    shape = CallShape(num_tokens, hidden_size, DTYPES[input.dtype], epilogue, strategy)
-    return workspace.prepare(shape)
+    return CallShape(num_tokens, hidden_size, DTYPES[input.dtype], epilogue, strategy)
+
+
+def _last(workspace: object, name: str, launch_with_pdl: object) -> CheckedCall | None:
+    """The last call that passed, if the arguments that every call has to check anew are right."""
+    if not isinstance(workspace, MNNVLAllReduceFusionWorkspace):
+        return None
+    if launch_with_pdl is not True and launch_with_pdl is not False:
+        return None
+    last: CheckedCall | None = getattr(workspace, name)
+    return last

@@ -16,6 +16,55 @@ from flashinfer_ar.strategy import MNNVLAllreduceFusionStrategy
 from flashinfer_ar.workspace import MNNVLAllReduceFusionWorkspace
 
 _MAX_FLOAT32 = torch.finfo(torch.float32).max
+_EPSILONS = {dtype: torch.finfo(dtype).eps for dtype in DTYPES}
+
+
+def check_plain(
+    input: torch.Tensor,
+    workspace: MNNVLAllReduceFusionWorkspace,
+    launch_with_pdl: bool,
+    output: torch.Tensor | None,
+    strategy: MNNVLAllreduceFusionStrategy,
+) -> torch.Tensor:
+    """Everything about a plain call but its size; ``output``, made if ``None``."""
+    check_workspace(workspace)
+    check_input(input, workspace)
+    check_flag("launch_with_pdl", launch_with_pdl)
+    output = check_or_make("output", output, input)
+    check_apart_or_same("output", output, {"input": input})
+    check_strategy(strategy)
+    return output
+
+
+def check_fused(
+    input: torch.Tensor,
+    residual_in: torch.Tensor,
+    gamma: torch.Tensor,
+    workspace: MNNVLAllReduceFusionWorkspace,
+    epsilon: float | None,
+    output: torch.Tensor | None,
+    residual_out: torch.Tensor | None,
+    launch_with_pdl: bool,
+    strategy: MNNVLAllreduceFusionStrategy,
+    weight_bias: float,
+) -> tuple[torch.Tensor, torch.Tensor, float, float]:
+    """Everything about a fused call but its size; outputs, epsilon and bias as they are used."""
+    check_workspace(workspace)
+    check_input(input, workspace)
+    check_like_input("residual_in", residual_in, input)
+    check_gamma("gamma", gamma, input)
+    output = check_or_make("output", output, input)
+    residual_out = check_or_make("residual_out", residual_out, input)
+    inputs = {"input": input, "residual_in": residual_in}
+    check_apart_or_same("output", output, inputs)
+    check_apart_or_same("residual_out", residual_out, inputs)
+    check_apart("residual_out", residual_out, {"output": output, "gamma": gamma})
+    check_apart("output", output, {"gamma": gamma})
+    check_flag("launch_with_pdl", launch_with_pdl)
+    epsilon = check_number("epsilon", _EPSILONS[input.dtype] if epsilon is None else epsilon)
+    weight_bias = check_number("weight_bias", weight_bias)
+    check_strategy(strategy)
+    return output, residual_out, epsilon, weight_bias
 
 
 def check_workspace(workspace: object) -> MNNVLAllReduceFusionWorkspace:

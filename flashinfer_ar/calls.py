@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import ctypes
+import struct
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from flashinfer_ar import plan
 from flashinfer_ar.errors import AllReduceTimeoutError, CudaError
 from flashinfer_ar.instances import Instances
 from flashinfer_ar.jit import DType, Epilogue, KernelKind, KernelSpec
-from flashinfer_ar.jit.params import Params, params_type
+from flashinfer_ar.jit.params import Params, TimeoutRecord, params_type
 from flashinfer_ar.jit.spec import PACK_BYTES
-from flashinfer_ar.launch import LoadedKernel, Substrate
+from flashinfer_ar.launch import LoadedKernel, PreparedLaunch, Substrate
 from flashinfer_ar.memory import SymmetricMemory
-from flashinfer_ar.strategy import MNNVLAllreduceFusionStrategy, resolve
+from flashinfer_ar.strategy import MNNVLAllreduceFusionStrategy, OneShotLimits
+
+# The addresses of input, output, residual_in, residual_out and gamma, with which Params starts.
+_ADDRESSES = struct.Struct("=5Q")
 
 
 @dataclass(frozen=True)
@@ -27,6 +32,7 @@ class Settings:
     generation_bytes: int
     ranks_on_device: int
     max_ctas: int | None  # FLASHINFER_AR_MAX_CTAS
+    one_shot_limits: OneShotLimits
     timeout_ns: int
 
 
@@ -51,15 +57,52 @@ class CallShape:
         return self.hidden_size // self.dtype.per_pack
 
 
-@dataclass
 class PreparedCall:
-    """A launch of which only the tensors' addresses change from call to call."""
+    """A launch of which only the tensors' addresses and two numbers change from call to call."""
 
-    shape: CallShape
-    kind: KernelKind
-    kernel: LoadedKernel
-    num_ctas: int
-    params: Params
+    def __init__(
+        self,
+        shape: CallShape,
+        kind: KernelKind,
+        params: Params,
+        launch: PreparedLaunch,
+        record: TimeoutRecord,
+        raise_on_timeout: Callable[[], None],
+    ) -> None:
+        self.shape = shape
+        self.kind = kind
+        self._params = params
+        self._launch = launch
+        self._record = record
+        self._raise_on_timeout = raise_on_timeout
+
+    def place(
+        self,
+        input: int,
+        output: int,
+        residual_in: int = 0,
+        residual_out: int = 0,
+        gamma: int = 0,
+    ) -> None:
+        """Set the addresses of the next call's tensors; the last three are for fused ones."""
+        _ADDRESSES.pack_into(self._params, 0, input, output, residual_in, residual_out, gamma)
+
+    def set_numbers(self, epsilon: float, weight_bias: float) -> None:
+        """Set the numbers of this and the next fused calls."""
+        self._params.epsilon = epsilon
+        self._params.weight_bias = weight_bias
+
+    def start(self, launch_with_pdl: bool) -> None:
+        """Start the kernel on the current stream; on the host, run it to its end.
+
+        Raises ``AllReduceTimeoutError`` if this call, or on a GPU an earlier one, ran out of time.
+        """
+        record = self._record
+        if record.state:  # a call before: the ring holds half of it, and nothing may follow
+            self._raise_on_timeout()
+        self._launch.start(launch_with_pdl)
+        if record.state:  # this call, if it ran on the host
+            self._raise_on_timeout()
 
 
 class Calls:
@@ -89,7 +132,9 @@ class Calls:
         that wants to load. The host has no such wait and builds kernels at their first use.
         """
         if self._substrate.compiles_rank:
-            for spec in self._instances.ahead():
+            specs = list(self._instances.ahead())
+            self._substrate.build(specs)
+            for spec in specs:
                 self._require_residency(spec, self._load(spec))
 
     def prepare(self, shape: CallShape) -> PreparedCall:
@@ -99,12 +144,6 @@ class Calls:
             call = self._by_shape[shape] = self._prepare(shape)
             self._by_number.append(call)
         return call
-
-    def launch(self, call: PreparedCall, launch_with_pdl: bool) -> None:
-        """Start the call; ``AllReduceTimeoutError`` if this or an earlier one ran out of time."""
-        self.raise_on_timeout()
-        call.kernel.launch(call.params, call.num_ctas, launch_with_pdl)
-        self.raise_on_timeout()
 
     def raise_on_timeout(self) -> None:
         """Raise ``AllReduceTimeoutError`` if a kernel has recorded a timeout by now."""
@@ -128,8 +167,8 @@ class Calls:
     # ---- From a shape to a launch -----------------------------------------------------------
 
     def _kind(self, shape: CallShape) -> KernelKind:
-        world_size = self._settings.world_size
-        return resolve(shape.strategy, self._substrate.target, world_size, shape.message_bytes)
+        limits = self._settings.one_shot_limits
+        return limits.resolve(shape.strategy, shape.epilogue, shape.message_bytes)
 
     def _needed_bytes(self, shape: CallShape) -> int:
         return plan.generation_bytes(
@@ -139,15 +178,23 @@ class Calls:
     def _prepare(self, shape: CallShape) -> PreparedCall:
         self._require_capacity(shape)
         kind = self._kind(shape)
-        spec = self._instances.of_call(kind, shape.dtype, shape.epilogue, shape.hidden_size)
+        spec = self._instances.of_call(
+            kind,
+            shape.dtype,
+            shape.epilogue,
+            shape.hidden_size,
+            shape.num_tokens * self._settings.ranks_on_device,
+        )
         rows = plan.num_rows(spec.geometry, shape.epilogue, shape.num_tokens, shape.hidden_packs)
         num_ctas = min(rows, self._max_clusters(spec)) * spec.geometry.cluster
-        return PreparedCall(shape, kind, self._load(spec), num_ctas, self._params(shape))
+        params = self._params(shape)
+        launch = self._load(spec).prepare(params, num_ctas)
+        record = self._substrate.timeout_record
+        return PreparedCall(shape, kind, params, launch, record, self.raise_on_timeout)
 
     def _max_clusters(self, spec: KernelSpec) -> int:
         own = self._settings
-        cluster = spec.geometry.cluster
-        return plan.max_clusters(spec.target, cluster, own.ranks_on_device, own.max_ctas)
+        return plan.max_clusters(spec.target, spec.geometry, own.ranks_on_device, own.max_ctas)
 
     def _require_residency(self, spec: KernelSpec, kernel: LoadedKernel) -> None:
         """Refuse a device that cannot hold the largest grids: some CTAs would never start."""

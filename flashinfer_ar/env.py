@@ -27,6 +27,24 @@ def cache_dir() -> Path:
     return (Path(base) if base else Path("~/.cache").expanduser()) / "flashinfer_ar"
 
 
+def strategy_table() -> Path | None:
+    """``FLASHINFER_AR_STRATEGY_TABLE``: a file that ``flashinfer-ar tune`` wrote, for ``AUTO``.
+
+    It has to be there and to be for the device in use. ``None`` if unset: the user's own is sought.
+    """
+    named = os.environ.get("FLASHINFER_AR_STRATEGY_TABLE")
+    return Path(named) if named else None
+
+
+def config_dir() -> Path | None:
+    """The user's settings: ``~/.config/flashinfer_ar``; ``None`` for a user without a home."""
+    base = os.environ.get("XDG_CONFIG_HOME")
+    try:
+        return (Path(base) if base else Path("~/.config").expanduser()) / "flashinfer_ar"
+    except RuntimeError:
+        return None
+
+
 def host_compiler() -> str:
     """``FLASHINFER_AR_CXX``: the C++20 compiler of the host substrate (default ``g++``)."""
     return os.environ.get("FLASHINFER_AR_CXX", "g++")

@@ -26,9 +26,17 @@ class Instances:
     multicast: bool
 
     def of_call(
-        self, kind: KernelKind, dtype: DType, epilogue: Epilogue, hidden_size: int | None
+        self,
+        kind: KernelKind,
+        dtype: DType,
+        epilogue: Epilogue,
+        hidden_size: int | None,
+        tokens_on_device: int = 1,
     ) -> KernelSpec:
-        """The instance for this hidden size: its own where there is one, else the generic one."""
+        """The instance for this hidden size: its own where there is one, else the generic one.
+
+        Some have two shapes, for few and for many tokens of all ranks that share the device.
+        """
         compiled = self.rank is not None
         own = (dtype, hidden_size) == (self.dtype, self.hidden_size)
         if epilogue is Epilogue.NONE or (compiled and not own):
@@ -41,7 +49,9 @@ class Instances:
             rank=self.rank,
             hidden_size=hidden_size if compiled else None,
             epilogue=epilogue,
-            geometry=plan.geometry(self.target, epilogue, hidden_packs),
+            geometry=plan.geometry(
+                self.target, epilogue, hidden_packs, self.world_size, tokens_on_device
+            ),
             target=self.target,
             multicast=self.multicast,
         )
@@ -59,7 +69,11 @@ class Instances:
                     yield self.of_call(kind, dtype, Epilogue.ADD_RMS_NORM, None)
             if self._fuses_own_shape():
                 assert self.dtype is not None  # checked by the condition
-                yield self.of_call(kind, self.dtype, Epilogue.ADD_RMS_NORM, self.hidden_size)
+                few, many = (
+                    self.of_call(kind, self.dtype, Epilogue.ADD_RMS_NORM, self.hidden_size, tokens)
+                    for tokens in (1, plan.MANY_TOKENS)
+                )
+                yield from dict.fromkeys((few, many))
 
     def _fuses_own_shape(self) -> bool:
         """Whether there is one, and fused calls take it: a plain allreduce has no largest row."""

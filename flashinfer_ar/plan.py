@@ -8,20 +8,22 @@ from __future__ import annotations
 from flashinfer_ar.jit import HOST_TARGET, DType, Epilogue, Geometry, KernelKind
 from flashinfer_ar.jit.spec import PACK_BYTES, WARP_SIZE
 
-# CTAs of one launch by cluster size. Grids are persistent, with rows in a grid-stride loop, because
-# a waiting CTA keeps its place: all of a grid must be resident at once, one CTA an SM. An H200 has
+# SMs that a launch may count on, by cluster size. Grids are persistent, with rows in a grid-stride
+# loop, because a waiting CTA keeps its place: all of a grid must be resident at once. An H200 has
 # 132 SMs, a B200 148; the SMs of a cluster lie in one GPC, so larger clusters leave some SMs
 # unused. On the host threads are fibers of one core, and more CTAs only cost.
-_HOPPER_CTAS = {1: 128, 2: 128, 4: 112, 8: 96}
-_BLACKWELL_CTAS = {1: 144, 2: 144, 4: 128, 8: 112}
-_MAX_CTAS = {
-    "sm_90a": _HOPPER_CTAS,
-    "sm_100a": _BLACKWELL_CTAS,
-    "sm_103a": _BLACKWELL_CTAS,
+_HOPPER_SMS = {1: 128, 2: 128, 4: 112, 8: 96}
+_BLACKWELL_SMS = {1: 144, 2: 144, 4: 128, 8: 112}
+_NUM_SMS = {
+    "sm_90a": _HOPPER_SMS,
+    "sm_100a": _BLACKWELL_SMS,
+    "sm_103a": _BLACKWELL_SMS,
     HOST_TARGET: {1: 4},
 }
 
 _MAX_ROW_PACKS = 8192
+_MANY_RANKS = 16
+MANY_TOKENS = 1 << 31  # more than any grid has room for
 _GENERIC_CUDA = Geometry(warps=16, cluster=8, packs_per_thread=2)
 
 
@@ -30,13 +32,27 @@ def max_hidden_size(dtype: DType) -> int:
     return _MAX_ROW_PACKS * dtype.per_pack
 
 
-def geometry(target: str, epilogue: Epilogue, hidden_packs: int | None) -> Geometry:
-    """The shape of one row's work; ``hidden_packs=None`` for an instance that takes any row."""
+def geometry(
+    target: str,
+    epilogue: Epilogue,
+    hidden_packs: int | None,
+    world_size: int,
+    tokens_on_device: int = 1,
+) -> Geometry:
+    """The shape of one row's work; ``hidden_packs=None`` for an instance that takes any row.
+
+    ``tokens_on_device`` counts the tokens of all ranks that share the device.
+    """
     if target == HOST_TARGET:
         return _host_geometry(epilogue, hidden_packs)
     if epilogue is Epilogue.NONE:
-        return Geometry(warps=4, cluster=1, packs_per_thread=1)
-    return _GENERIC_CUDA if hidden_packs is None else _cluster_geometry(hidden_packs)
+        return _tile_geometry(world_size)
+    if hidden_packs is None:
+        return _GENERIC_CUDA
+    wide = _wide_geometry(hidden_packs, world_size)
+    room = _NUM_SMS[target][wide.cluster] * wide.ctas_per_sm
+    few = tokens_on_device * wide.cluster <= min(room, _NUM_SMS[target][1])
+    return wide if few or world_size > _MANY_RANKS else _dense_geometry(hidden_packs, world_size)
 
 
 def _host_geometry(epilogue: Epilogue, hidden_packs: int | None) -> Geometry:
@@ -47,21 +63,42 @@ def _host_geometry(epilogue: Epilogue, hidden_packs: int | None) -> Geometry:
     return Geometry(warps=1, cluster=1, packs_per_thread=1 << (packs_per_lane - 1).bit_length())
 
 
-def _cluster_geometry(hidden_packs: int) -> Geometry:
-    """Spread a token over more SMs as it grows: each adds its share of L2 bandwidth."""
-    cluster = next((n for n in (1, 2, 4) if hidden_packs <= n * n * 128), 8)
+def _tile_geometry(world_size: int) -> Geometry:
+    """Full SMs, as far as the registers that more ranks need allow."""
+    ctas_per_sm = 8 if world_size <= 8 else 4 if world_size <= _MANY_RANKS else 2
+    return Geometry(4, 1, 1, ctas_per_sm)
+
+
+def _wide_geometry(hidden_packs: int, world_size: int) -> Geometry:
+    """For few tokens: each is spread over SMs, which add their share of L2 bandwidth."""
+    cluster = next((n for n in (1, 2) if hidden_packs <= n * 128), 4 if hidden_packs <= 2048 else 8)
     packs_per_thread = 1 if hidden_packs <= cluster * 16 * WARP_SIZE else 2
     warps = -(-hidden_packs // (cluster * packs_per_thread * WARP_SIZE))
-    return Geometry(warps, cluster, packs_per_thread)
+    fits_twice = warps <= 8 and world_size <= _MANY_RANKS
+    return Geometry(warps, cluster, packs_per_thread, ctas_per_sm=2 if fits_twice else 1)
 
 
-def max_clusters(target: str, cluster: int, ranks_on_device: int, max_ctas: int | None) -> int:
+def _dense_geometry(hidden_packs: int, world_size: int) -> Geometry:
+    """For many tokens: no CTA more than a token needs, and two packs a thread where they fit.
+
+    With as many tokens as SMs the instructions that every thread repeats decide, not the latency
+    of one token.
+    """
+    packs_per_thread = 2 if world_size <= 8 else 1
+    cluster = next(n for n in (1, 2, 4, 8) if hidden_packs <= n * packs_per_thread * 512 or n == 8)
+    if hidden_packs > cluster * packs_per_thread * 512:
+        packs_per_thread = 2
+    warps = -(-hidden_packs // (cluster * packs_per_thread * WARP_SIZE))
+    return Geometry(warps, cluster, packs_per_thread, ctas_per_sm=16 // warps)
+
+
+def max_clusters(target: str, shape: Geometry, ranks_on_device: int, max_ctas: int | None) -> int:
     """The most clusters of one launch. Ranks that share a device share its room.
 
     ``max_ctas`` (``FLASHINFER_AR_MAX_CTAS``) replaces the table's cap on the CTAs of one rank.
     """
-    ctas = max_ctas or _MAX_CTAS[target][cluster] // ranks_on_device
-    return max(ctas // cluster, 1)
+    room = _NUM_SMS[target][shape.cluster] * shape.ctas_per_sm // ranks_on_device
+    return max((max_ctas or room) // shape.cluster, 1)
 
 
 def num_rows(shape: Geometry, epilogue: Epilogue, num_tokens: int, hidden_packs: int) -> int:

@@ -5,8 +5,9 @@
     norm         = round_T( x * inv * (weight_bias + gamma) ), left to right, x = fp32(residual_out)
     inv          = 1 / sqrt( sum(x^2) / hidden + epsilon )
 
-``sum(x^2)`` has one tree: the elements of each 16-byte pack in order; the packs of each group of 32
-by halving (0+16, 1+17, ...; then 0+8, ...); the groups in order. Every operation is one fp32
+``sum(x^2)`` has one tree: the elements of each 16-byte pack by halving (0+4, 1+5, ...; then 0+2,
+...); the packs of each group of 32 by halving; the groups in four chains (0, 4, 8, ...; 1, 5, ...),
+and these by halving. Every operation is one fp32
 operation, rounded to nearest; -0.0 in an input counts as +0.0, and every NaN has one bit pattern.
 """
 
@@ -18,6 +19,7 @@ import torch
 
 _PACK_BYTES = 16
 _GROUP_PACKS = 32
+_CHAINS = 4
 _NAN_BITS = {torch.float32: 0x7FFFFFFF, torch.float16: 0x7FFF, torch.bfloat16: 0x7FFF}
 _BITS_DTYPE = {torch.float32: torch.int32, torch.float16: torch.int16, torch.bfloat16: torch.int16}
 
@@ -62,19 +64,20 @@ def _sum_of_squares(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     group = per_pack * _GROUP_PACKS
     squares = torch.nn.functional.pad(x * x, (0, -x.shape[1] % group))
     num_groups = squares.shape[1] // group
-    packs = _in_order(squares.view(x.shape[0], num_groups, _GROUP_PACKS, per_pack))
-    while packs.shape[-1] > 1:
-        half = packs.shape[-1] // 2
-        packs = packs[..., :half] + packs[..., half:]
-    return _in_order(packs.squeeze(-1))
+    packs = _by_halving(squares.view(x.shape[0], num_groups, _GROUP_PACKS, per_pack))
+    groups = torch.nn.functional.pad(_by_halving(packs), (0, -num_groups % _CHAINS))
+    chains = torch.zeros_like(groups[:, :_CHAINS])
+    for first in range(0, groups.shape[1], _CHAINS):
+        chains = chains + groups[:, first : first + _CHAINS]
+    return _by_halving(chains)
 
 
-def _in_order(values: torch.Tensor) -> torch.Tensor:
-    """The sum over the last dimension, first element first."""
-    total = torch.zeros_like(values[..., 0])
-    for i in range(values.shape[-1]):
-        total = total + values[..., i]
-    return total
+def _by_halving(values: torch.Tensor) -> torch.Tensor:
+    """The sum over the last dimension, of a power of two: element i + n/2 to element i, and on."""
+    while values.shape[-1] > 1:
+        half = values.shape[-1] // 2
+        values = values[..., :half] + values[..., half:]
+    return values.squeeze(-1)
 
 
 def _rounded(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 
 import torch
 
 from flashinfer_ar import env, plan
 from flashinfer_ar.bootstrap import CommBackend, agree_on_value, agreed_step
 from flashinfer_ar.calls import Calls, CallShape, PreparedCall, Settings
+from flashinfer_ar.checked_call import CheckedCall
 from flashinfer_ar.creation import (
     DTYPES,
     device_of,
@@ -28,7 +30,7 @@ from flashinfer_ar.jit import Epilogue
 from flashinfer_ar.launch import Substrate, substrate_of, target_of
 from flashinfer_ar.mapping import Mapping
 from flashinfer_ar.strategy import MNNVLAllreduceFusionStrategy as Strategy
-from flashinfer_ar.strategy import one_shot_max_bytes, resolve, strategy_of
+from flashinfer_ar.strategy import one_shot_limits, strategy_of
 
 SENTINEL = 0x80000000
 NUM_GENERATIONS = 2
@@ -105,12 +107,20 @@ class MNNVLAllReduceFusionWorkspace(AllReduceFusionWorkspace):
                 self._substrate: Substrate = substrate_of(self.device)
                 undo.callback(self._substrate.close)
                 timeout_s, max_ctas, debug = env.timeout_s(), env.max_ctas(), env.debug()
+                limits = one_shot_limits(self._substrate.target, self.world_size)
             self.buffer_size_bytes = plan.whole_packs(
                 buffer_size_in_bytes
-                or self._bytes_for(max_num_tokens, hidden_dim, dtype, force_oneshot_support)
+                or self._bytes_for(
+                    max_num_tokens,
+                    hidden_dim,
+                    dtype,
+                    None if force_oneshot_support else limits.largest,
+                )
             )
             for name, value in {
                 "the device's architecture": self._substrate.target,
+                "what the strategy table sends one-shot (FLASHINFER_AR_STRATEGY_TABLE, "
+                "flashinfer-ar tune)": limits,
                 "the buffer size in bytes": self.buffer_size_bytes,
                 "hidden_dim and dtype": (hidden_dim, str(dtype)),
                 "FLASHINFER_AR_TIMEOUT_S": timeout_s,
@@ -126,6 +136,7 @@ class MNNVLAllReduceFusionWorkspace(AllReduceFusionWorkspace):
                 generation_bytes=self.buffer_size_bytes,
                 ranks_on_device=ranks_on_device(comm, self._substrate),
                 max_ctas=max_ctas,
+                one_shot_limits=limits,
                 timeout_ns=int(timeout_s * 1e9),
             )
             self._memory = self._substrate.allocate(comm, self.workspace_size_bytes)
@@ -139,19 +150,20 @@ class MNNVLAllReduceFusionWorkspace(AllReduceFusionWorkspace):
         self._comm = comm
         self._debug = debug
         self._open = True
+        self.last_plain: CheckedCall | None = None
+        self.last_fused: CheckedCall | None = None
 
     def _bytes_for(
         self,
         max_num_tokens: int | None,
         hidden_dim: int | None,
         dtype: torch.dtype | None,
-        force_oneshot: bool,
+        one_shot_max: int | None,
     ) -> int:
         assert max_num_tokens and hidden_dim and dtype  # checked before
         largest = max_num_tokens * hidden_dim * dtype.itemsize
-        one_shot = one_shot_max_bytes(self._substrate.target, self.world_size)
         return plan.generation_bytes_for_all(
-            self.world_size, largest, largest if force_oneshot else one_shot
+            self.world_size, largest, largest if one_shot_max is None else one_shot_max
         )
 
     # ---- Sizes ------------------------------------------------------------------------------
@@ -186,10 +198,14 @@ class MNNVLAllReduceFusionWorkspace(AllReduceFusionWorkspace):
         *,
         device: torch.device | str | None = None,
     ) -> int:
-        """Bytes of one generation (``buffer_size_in_bytes``) that a call of this shape needs."""
+        """Bytes of one generation (``buffer_size_in_bytes``) that a call of this shape needs.
+
+        Fused or not: ``AUTO`` may choose differently, and the larger need is given.
+        """
         message_bytes = num_tokens * hidden_dim * dtype.itemsize
-        kind = resolve(strategy, target_of(device_of(device)), tp_size, message_bytes)
-        return plan.generation_bytes(kind, tp_size, message_bytes)
+        limits = one_shot_limits(target_of(device_of(device)), tp_size)
+        kinds = [limits.resolve(strategy, epilogue, message_bytes) for epilogue in Epilogue]
+        return max(plan.generation_bytes(kind, tp_size, message_bytes) for kind in kinds)
 
     def is_buffer_size_sufficient(
         self,
@@ -200,7 +216,10 @@ class MNNVLAllReduceFusionWorkspace(AllReduceFusionWorkspace):
         use_oneshot: bool | None = None,
         strategy: Strategy = Strategy.AUTO,
     ) -> bool:
-        """Whether a call of this shape fits; ``use_oneshot`` is another way to say ``strategy``."""
+        """Whether a call of this shape fits, fused or not.
+
+        ``use_oneshot`` is another way to say ``strategy``.
+        """
         shape = CallShape(
             num_tokens=num_tokens,
             hidden_size=hidden_dim,
@@ -208,7 +227,10 @@ class MNNVLAllReduceFusionWorkspace(AllReduceFusionWorkspace):
             epilogue=Epilogue.NONE,
             strategy=strategy if use_oneshot is None else strategy_of(use_oneshot),
         )
-        return tp_size == self.world_size and self._calls.slots_sufficient(shape)
+        return tp_size == self.world_size and all(
+            self._calls.slots_sufficient(dataclasses.replace(shape, epilogue=epilogue))
+            for epilogue in Epilogue
+        )
 
     # ---- Calls and end ----------------------------------------------------------------------
 
@@ -229,12 +251,20 @@ class MNNVLAllReduceFusionWorkspace(AllReduceFusionWorkspace):
             agree_on_value(self._comm, "the call", shape, CallMismatchError)
         return self._calls.prepare(shape) if shape.num_tokens else None
 
-    def launch(self, call: PreparedCall, launch_with_pdl: bool) -> None:
-        """Start a prepared call on the current stream; on the host, run it to its end.
+    def remember(self, call: CheckedCall) -> None:
+        """Take calls like this one, which passed every check, without asking :meth:`prepare`.
 
-        Raises ``AllReduceTimeoutError`` if this call, or on a GPU an earlier one, ran out of time.
+        Never in debug mode, and only until the workspace gives its memory back or is closed.
         """
-        self._calls.launch(call, launch_with_pdl)
+        if self._debug:
+            return
+        if call.prepared.shape.epilogue is Epilogue.NONE:
+            self.last_plain = call.merged_into(self.last_plain)
+        else:
+            self.last_fused = call.merged_into(self.last_fused)
+
+    def _forget(self) -> None:
+        self.last_plain = self.last_fused = None
 
     def synchronize(self) -> None:
         """Return when all calls have ended; ``AllReduceTimeoutError`` if one ran out of time."""
@@ -250,6 +280,7 @@ class MNNVLAllReduceFusionWorkspace(AllReduceFusionWorkspace):
         """
         if self._is_detached or not self._open:
             return
+        self._forget()
         with agreed_step(self._comm, "end all calls"):
             self.synchronize()
         with agreed_step(self._comm, "release the ring"):
@@ -290,6 +321,7 @@ class MNNVLAllReduceFusionWorkspace(AllReduceFusionWorkspace):
         if not self._open:
             return
         self._open = False
+        self._forget()
         with contextlib.ExitStack() as resources:
             resources.callback(self._substrate.close)
             resources.callback(self._memory.close)

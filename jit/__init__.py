@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from flashinfer_ar.jit.gxx import build_shared_object
-from flashinfer_ar.jit.nvrtc import build_cubin
+from flashinfer_ar.jit.gxx import build_shared_object, find_shared_object
+from flashinfer_ar.jit.nvrtc import build_cubin, find_cubin
 from flashinfer_ar.jit.spec import HOST_TARGET, DType, Epilogue, Geometry, KernelKind, KernelSpec
 
 
@@ -20,4 +23,32 @@ def build(spec: KernelSpec) -> Path:
     return build_cubin(spec.name, spec.source(), spec.target)
 
 
-__all__ = ["HOST_TARGET", "DType", "Epilogue", "Geometry", "KernelKind", "KernelSpec", "build"]
+def build_all(specs: Sequence[KernelSpec]) -> list[Path]:
+    """The paths of the binaries of ``specs``, in their order; as many compilers as CPU cores.
+
+    Raises as :func:`build`, for the first one that fails.
+    """
+    found = [_find(spec) for spec in specs]
+    # Threads are enough: NVRTC runs without the GIL, and g++ in a process of its own.
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        missing = (spec for spec, path in zip(specs, found, strict=True) if path is None)
+        built = pool.map(build, missing)
+        return [path or next(built) for path in found]
+
+
+def _find(spec: KernelSpec) -> Path | None:
+    if spec.target == HOST_TARGET:
+        return find_shared_object(spec.name, spec.source())
+    return find_cubin(spec.name, spec.source(), spec.target)
+
+
+__all__ = [
+    "HOST_TARGET",
+    "DType",
+    "Epilogue",
+    "Geometry",
+    "KernelKind",
+    "KernelSpec",
+    "build",
+    "build_all",
+]

@@ -32,14 +32,27 @@ _FLAGS = (
 )
 
 
+def find_shared_object(name: str, source: str) -> Path | None:
+    """The path of the shared object of ``source`` if the cache has it, else ``None``.
+
+    Raises :class:`JitError` if the compiler is missing.
+    """
+    return cache.find(_build_input(name, source))
+
+
 def build_shared_object(name: str, source: str) -> Path:
     """The path of the shared object of ``source``, from the cache or compiled now.
 
     Symbols are hidden: an entry point needs ``extern "C"`` and default visibility. Raises
     :class:`JitError` if the compiler is missing or refuses.
     """
+    build_input = _build_input(name, source)
+    return cache.cached_binary(build_input, lambda folder: _run(build_input.command_line(), folder))
+
+
+def _build_input(name: str, source: str) -> cache.BuildInput:
     compiler = _find_compiler()
-    build_input = cache.BuildInput(
+    return cache.BuildInput(
         name=name,
         source=source,
         file_name="kernel.cpp",
@@ -47,7 +60,6 @@ def build_shared_object(name: str, source: str) -> Path:
         command=(compiler, *_FLAGS),
         compiler=_identity(compiler),
     )
-    return cache.cached_binary(build_input, lambda folder: _run(build_input.command_line(), folder))
 
 
 def _find_compiler() -> str:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import importlib
 import os
 import re
+import site
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,9 +27,15 @@ _FLAGS = (
     # Every product rounds on its own; fma stands where the source says so.
     "-fmad=false",
     "-lineinfo",
+    # No declarations for textures and for launches from kernels: a tenth of a small build.
+    "-minimal",
     # Else NVRTC searches the working directory, whose files the cache key does not cover.
     "-no-source-include",
 )
+
+# Where cuda-pathfinder looks first, and the names that it loads.
+_WHEEL_FOLDERS = ("nvidia/cu13/lib", "nvidia/cuda_nvrtc/lib")
+_SONAMES = ("libnvrtc.so.13", "libnvrtc.so.12")
 
 
 @dataclass(frozen=True)
@@ -70,20 +78,24 @@ def _supported(target: str, described: str) -> str:
     return target
 
 
+def find_cubin(name: str, source: str, target: str) -> Path | None:
+    """The path of the cubin of ``source`` for ``target`` if the cache has it, else ``None``.
+
+    Needs no NVRTC where its wheel tells which one it is. Raises as :func:`build_cubin`.
+    """
+    return cache.find(_build_input(name, source, target, _wheel_identity() or _identity()))
+
+
 def build_cubin(name: str, source: str, target: str) -> Path:
     """The path of the cubin of ``source`` for ``target``, from the cache or compiled now.
 
     Raises ``ValueError`` for an unsupported target and :class:`JitError` if NVRTC is missing or
     refuses the source.
     """
-    build_input = cache.BuildInput(
-        name=name,
-        source=source,
-        file_name=_SOURCE_NAME,
-        binary_name="kernel.cubin",
-        command=("nvrtc", f"-arch={target_of_arch(target)}", *_FLAGS, "--ptxas-options=-v"),
-        compiler=_identity(),
-    )
+    found = find_cubin(name, source, target)
+    if found is not None:
+        return found
+    build_input = _build_input(name, source, target, _identity())
 
     def compile_in(folder: Path) -> None:
         with _program(source) as program:
@@ -94,6 +106,17 @@ def build_cubin(name: str, source: str, target: str) -> Path:
             (folder / build_input.binary_name).write_bytes(_output(program, "CUBIN"))
 
     return cache.cached_binary(build_input, compile_in)
+
+
+def _build_input(name: str, source: str, target: str, compiler: str) -> cache.BuildInput:
+    return cache.BuildInput(
+        name=name,
+        source=source,
+        file_name=_SOURCE_NAME,
+        binary_name="kernel.cubin",
+        command=("nvrtc", f"-arch={target_of_arch(target)}", *_FLAGS, "--ptxas-options=-v"),
+        compiler=compiler,
+    )
 
 
 def compile_ptx(source: str, target: str) -> str:
@@ -162,9 +185,37 @@ def _call(function: str, *arguments: object) -> Any:
 
 
 def _identity() -> str:
-    """Version and size of the library: the version alone does not tell patch releases apart."""
-    major, minor, size = library_facts()
+    return _described(*library_facts())
+
+
+@functools.cache
+def _wheel_identity() -> str | None:
+    """What :func:`_identity` will say; ``None`` where only loading the library can tell.
+
+    Loading it takes as long as the rest of a warm start. A wheel tells without: its second library
+    has the version in its name. That holds if there is one wheel and no other NVRTC is loaded.
+    """
+    packages = site.getsitepackages() + [site.getusersitepackages()] * bool(site.ENABLE_USER_SITE)
+    folders = [Path(package, folder) for package in packages for folder in _WHEEL_FOLDERS]
+    libraries = [path for folder in folders for path in folder.glob("libnvrtc.so.*")]
+    builtins = [path for folder in folders for path in folder.glob("libnvrtc-builtins.so.*")]
+    if any(map(_is_loaded, _SONAMES)) or (len(libraries), len(builtins)) != (1, 1):
+        return None
+    version = re.fullmatch(r"libnvrtc-builtins\.so\.(\d+)\.(\d+)", builtins[0].name)
+    return version and _described(version[1], version[2], libraries[0].stat().st_size)
+
+
+def _described(major: object, minor: object, size: int) -> str:
+    """The version alone does not tell patch releases apart."""
     return f"NVRTC {major}.{minor}, {size} bytes"
+
+
+def _is_loaded(soname: str) -> bool:
+    try:
+        ctypes.CDLL(soname, mode=os.RTLD_NOLOAD)
+    except OSError:
+        return False
+    return True
 
 
 @functools.cache

@@ -48,11 +48,15 @@ class DType(str, enum.Enum):
 
 @dataclass(frozen=True)
 class Geometry:
-    """How many threads share one row: warps a CTA, CTAs a row (cluster), packs a thread."""
+    """How many threads share one row: warps a CTA, CTAs a row (cluster), packs a thread.
+
+    ``ctas_per_sm`` CTAs fit into one SM: the compiler spends no more registers than that allows.
+    """
 
     warps: int
     cluster: int
     packs_per_thread: int
+    ctas_per_sm: int = 1
 
     @property
     def threads(self) -> int:
@@ -137,6 +141,7 @@ FAR_KERNEL({self.name}, Kernel)
             f"{{.world_size = {self.world_size}, .rank = {rank}, .hidden_packs = {hidden}, "
             f".warps = {self.geometry.warps}, .cluster = {self.geometry.cluster}, "
             f".packs_per_thread = {self.geometry.packs_per_thread}, "
+            f".ctas_per_sm = {self.geometry.ctas_per_sm}, "
             f".multicast = {str(self.multicast).lower()}, .epilogue = Epilogue::{epilogue}}}"
         )
 

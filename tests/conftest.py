@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -21,6 +22,15 @@ def device(request: pytest.FixtureRequest) -> torch.device:
     """Where the ranks' tensors live: the host substrate, and a GPU that all ranks share."""
     device: torch.device = request.param
     return device
+
+
+@pytest.fixture(autouse=True, scope="session")
+def no_settings_of_the_user(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A strategy table of the user's would decide for ``AUTO``, here and in ranks' processes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CONFIG_HOME", str(tmp_path_factory.mktemp("config")))
+        patch.delenv("FLASHINFER_AR_STRATEGY_TABLE", raising=False)
+        yield
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -78,8 +78,10 @@ BUGS = {
         (
             Edit(
                 "lamport.cuh",
-                " const {\n    Pack* ring = params_.rings[rank()] + in_generation(0);",
-                " const {\n    Pack* ring = params_.rings[rank()] + params_.generation_packs"
+                " const {\n    if (expired_) return;\n"
+                "    Pack* ring = params_.rings[rank()] + in_generation(0);",
+                " const {\n    if (expired_) return;\n"
+                "    Pack* ring = params_.rings[rank()] + params_.generation_packs"
                 " - in_generation(0);",
             ),
         )
@@ -88,7 +90,10 @@ BUGS = {
         (Edit("twoshot.cuh", "turn.template rearm<C.packs_per_thread>(batch)", "(void)0"),)
     ),
     "own multicast slot left alone": Bug(
-        (Edit("oneshot.cuh", "sum_over_ranks<T, C.multicast>", "sum_over_ranks<T, false>"),)
+        (
+            Edit("oneshot.cuh", "sum_over_ranks<T, C.multicast>", "sum_over_ranks<T, false>"),
+            Edit("oneshot.cuh", "rearm_contributions<C.multicast>", "rearm_contributions<false>"),
+        )
     ),
     "own multicast slot re-armed, not awaited": Bug(
         (
@@ -157,8 +162,8 @@ RACES = {
     "arrivals without release": (
         Edit(
             "platform_host.hpp",
-            "arrivals_[round % 2].fetch_add(1, std::memory_order_release)",
-            "arrivals_[round % 2].fetch_add(1, std::memory_order_relaxed)",
+            "__atomic_fetch_add(&copy->arrivals_[round % 2], 1, __ATOMIC_RELEASE)",
+            "__atomic_fetch_add(&copy->arrivals_[round % 2], 1, __ATOMIC_RELAXED)",
         ),
     ),
     "shuffle without its second barrier": (

@@ -32,9 +32,10 @@ needs_nvrtc = pytest.mark.skipif(bool(MISSING), reason=MISSING)
 
 
 def make_spec(kind, epilogue, world_size, hidden_size, multicast, turn):
-    """A kernel; ``turn`` walks through dtypes, targets and ranks, so that a few builds meet all."""
+    """A kernel; ``turn`` walks through all the rest, so that a few builds meet everything."""
     dtype = tuple(DType)[turn % 3]
     target = nvrtc.SUPPORTED_TARGETS[turn // 3 % 3]
+    tokens = (1, plan.MANY_TOKENS)[turn % 2]
     if epilogue is Epilogue.NONE:
         hidden_size = None
     hidden_packs = None if hidden_size is None else hidden_size // dtype.per_pack
@@ -45,7 +46,7 @@ def make_spec(kind, epilogue, world_size, hidden_size, multicast, turn):
         rank=(0, world_size // 2, world_size - 1)[turn % 3],
         hidden_size=hidden_size,
         epilogue=epilogue,
-        geometry=plan.geometry(target, epilogue, hidden_packs),
+        geometry=plan.geometry(target, epilogue, hidden_packs, world_size, tokens),
         target=target,
         multicast=multicast,
     )
@@ -231,9 +232,9 @@ def change(header, old, new):
 
 def small_spec(target, epilogue=Epilogue.NONE):
     spec = make_spec(KernelKind.ONESHOT, epilogue, 2, 7168, False, 0)
-    return dataclasses.replace(
-        spec, target=target, geometry=plan.geometry(target, epilogue, 7168 // spec.dtype.per_pack)
-    )
+    hidden_packs = 7168 // spec.dtype.per_pack
+    geometry = plan.geometry(target, epilogue, hidden_packs, spec.world_size)
+    return dataclasses.replace(spec, target=target, geometry=geometry)
 
 
 @pytest.mark.parametrize("target", [HOST_TARGET, "sm_90a"])

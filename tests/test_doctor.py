@@ -555,7 +555,7 @@ def test_a_peer_that_never_comes(monkeypatch):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     ended = []
-    monkeypatch.setattr(cli, "end_without_peers", ended.append)
+    monkeypatch.setattr(cli.doctor, "end_without_peers", ended.append)
     started = time.monotonic()
     result = command("--json")
     assert time.monotonic() - started < 5

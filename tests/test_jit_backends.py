@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -82,6 +84,12 @@ def test_gxx_warm_start_runs_no_compiler(monkeypatch):
     binary = gxx.build_shared_object("warm", "int x;")
     monkeypatch.setattr(subprocess, "run", must_not_run)
     assert gxx.build_shared_object("warm", "int x;") == binary
+
+
+def test_gxx_find(monkeypatch):
+    assert gxx.find_shared_object("found", "int x;") is None
+    binary = gxx.build_shared_object("found", "int x;")
+    assert gxx.find_shared_object("found", "int x;") == binary
 
 
 def compiler_script(path, monkeypatch, text):
@@ -246,6 +254,54 @@ def test_nvrtc_warm_start_runs_no_compiler(monkeypatch):
     binary = nvrtc.build_cubin("probe", KERNEL, "sm_90a")
     monkeypatch.setattr(nvrtc, "_compile", must_not_run)
     assert nvrtc.build_cubin("probe", KERNEL, "sm_90a") == binary
+
+
+# What a fresh process finds, whether NVRTC is then in its memory, and both ways to identify it.
+WARM_START = """
+import json, sys
+from pathlib import Path
+from flashinfer_ar.jit import cache, nvrtc
+cache.include_dir = lambda: Path(sys.argv[1])
+told_by_wheel = nvrtc._wheel_identity()
+found = str(nvrtc.build_cubin("probe", sys.argv[2], "sm_90a"))
+loaded = "libnvrtc" in Path("/proc/self/maps").read_text()
+print(json.dumps([found, loaded, told_by_wheel, nvrtc._identity()]))
+"""
+
+
+@needs_nvrtc
+def test_nvrtc_warm_start_of_a_process_does_not_load_it(include):
+    binary = nvrtc.build_cubin("probe", KERNEL, "sm_90a")
+    done = subprocess.run(
+        [sys.executable, "-c", WARM_START, str(include), KERNEL],
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    found, loaded, told_by_wheel, told_by_library = json.loads(done.stdout)
+    assert found == str(binary)
+    if told_by_wheel is None:
+        pytest.skip("NVRTC comes from no wheel, or from several: only loading it tells which it is")
+    assert told_by_wheel == told_by_library
+    assert not loaded
+
+
+@needs_nvrtc
+def test_nvrtc_that_is_loaded_already_is_asked_itself():
+    nvrtc.library_facts()
+    nvrtc._wheel_identity.cache_clear()
+    assert nvrtc._wheel_identity() is None
+
+
+@needs_nvrtc
+def test_nvrtc_find():
+    assert nvrtc.find_cubin("probe", KERNEL, "sm_90a") is None
+    binary = nvrtc.build_cubin("probe", KERNEL, "sm_90a")
+    assert nvrtc.find_cubin("probe", KERNEL, "sm_90a") == binary
+    assert nvrtc.find_cubin("probe", KERNEL, "sm_100a") is None
 
 
 @needs_nvrtc

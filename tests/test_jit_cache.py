@@ -10,7 +10,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from jit_sandbox import BUILD, Sandbox, in_child
+from jit_sandbox import BUILD, Sandbox, in_child, make_foreign
 
 from flashinfer_ar.errors import JitError
 from flashinfer_ar.jit import cache
@@ -19,6 +19,21 @@ from flashinfer_ar.jit import cache
 @pytest.fixture
 def box(tmp_path, monkeypatch):
     return Sandbox(tmp_path, monkeypatch)
+
+
+def test_find_compiles_and_writes_nothing(box):
+    assert cache.find(BUILD) is None
+    assert not box.entries()
+    binary = box.build()
+    assert cache.find(BUILD) == binary
+    assert cache.find(dataclasses.replace(BUILD, source="int g();\n")) is None
+    assert box.num_runs() == 1
+
+
+def test_find_in_a_cache_that_cannot_be_used(box, monkeypatch):
+    box.build()
+    make_foreign(box.root, monkeypatch)
+    assert cache.find(BUILD) is None
 
 
 def test_hit_compiles_nothing_and_entry_explains_itself(box):
@@ -64,19 +79,6 @@ def test_nobody_else_can_write_whatever_the_umask(box):
         os.umask(before)
     assert {path.stat().st_mode & 0o777 for path in (box.root, binary.parent)} == {0o700}
     assert {path.stat().st_mode & 0o777 for path in binary.parent.iterdir()} == {0o600}
-
-
-def test_entry_is_on_the_disk_before_its_name(box, monkeypatch):
-    synced, rename = set(), Path.rename
-
-    def publish(path, target):
-        assert {member.stat().st_ino for member in (path, *path.iterdir())} <= synced
-        return rename(path, target)
-
-    monkeypatch.setattr(os, "fsync", lambda descriptor: synced.add(os.fstat(descriptor).st_ino))
-    monkeypatch.setattr(Path, "rename", publish)
-    box.build()
-    assert box.root.stat().st_ino in synced
 
 
 def test_header_changed_with_old_time_rebuilds(box):
@@ -126,15 +128,25 @@ def unlink_sums(binary):
     (binary.parent / "SHA256SUMS").unlink()
 
 
+def lose_power(binary):
+    """What a disk may hold of an entry that was never synced: its names, nothing in its files."""
+    for path in binary.parent.iterdir():
+        os.truncate(path, 0)
+
+
 def become_a_file(binary):
     shutil.rmtree(binary.parent)
     binary.parent.write_text("")
 
 
-@pytest.mark.parametrize("damage", [truncate, flip, Path.unlink, unlink_sums, become_a_file])
+DAMAGES = [truncate, flip, Path.unlink, unlink_sums, lose_power, become_a_file]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
 def test_damaged_entry_is_rebuilt(box, damage):
     binary = box.build()
     damage(binary)
+    assert cache.find(BUILD) is None
     assert box.build() == binary
     assert box.num_runs() == 2
     assert len(box.entries()) == 1

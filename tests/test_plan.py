@@ -1,16 +1,12 @@
-"""Geometry, grid, slots and strategy: pure functions that every rank computes alike."""
+"""Geometry, grid and slots: pure functions that every rank computes alike."""
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 
-from flashinfer_ar import plan, strategy
+from flashinfer_ar import plan
 from flashinfer_ar.jit import HOST_TARGET, DType, Epilogue, Geometry, KernelKind
 from flashinfer_ar.jit.nvrtc import SUPPORTED_TARGETS
-from flashinfer_ar.strategy import MNNVLAllreduceFusionStrategy as Strategy
-from flashinfer_ar.strategy import one_shot_max_bytes, resolve
 
 TARGETS = (HOST_TARGET, *SUPPORTED_TARGETS)
 HIDDEN_PACKS = (1, 7, 8, 15, 31, 32, 33, 125, 128, 129, 360, 512, 513, 896, 897, 1024, 2048, 2049,
@@ -19,13 +15,17 @@ WORLD_SIZES = (1, 2, 3, 4, 5, 8, 12, 36, 71, 72)
 NUM_PACKS = (1, 2, 31, 32, 33, 63, 64, 96, 97, 1000, 4096, 12345)
 
 each_target = pytest.mark.parametrize("target", TARGETS)
+each_width = pytest.mark.parametrize("world_size", [2, 8, 16, 72])
+each_load = pytest.mark.parametrize("tokens", [1, plan.MANY_TOKENS], ids=["few", "many"])
 
 
 @each_target
 @pytest.mark.parametrize("epilogue", Epilogue)
+@each_width
+@each_load
 @pytest.mark.parametrize("hidden_packs", [None, *HIDDEN_PACKS])
-def test_a_row_fits_its_cluster(target, epilogue, hidden_packs):
-    shape = plan.geometry(target, epilogue, hidden_packs)
+def test_a_row_fits_its_cluster(target, epilogue, hidden_packs, world_size, tokens):
+    shape = plan.geometry(target, epilogue, hidden_packs, world_size, tokens)
     assert 32 <= shape.threads <= 1024
     assert shape.cluster in (1, 2, 4, 8)
     assert shape.packs_per_thread >= 1
@@ -34,16 +34,44 @@ def test_a_row_fits_its_cluster(target, epilogue, hidden_packs):
 
 
 @pytest.mark.parametrize("target", SUPPORTED_TARGETS)
+@each_width
+@each_load
 @pytest.mark.parametrize("hidden_packs", HIDDEN_PACKS)
-def test_no_cta_of_a_token_idles(target, hidden_packs):
+def test_no_cta_of_a_token_idles(target, hidden_packs, world_size, tokens):
     """Each CTA of the cluster holds a part of the token, else it would only cost."""
-    shape = plan.geometry(target, Epilogue.ADD_RMS_NORM, hidden_packs)
+    shape = plan.geometry(target, Epilogue.ADD_RMS_NORM, hidden_packs, world_size, tokens)
     assert (shape.cluster - 1) * shape.packs_per_thread * shape.threads < hidden_packs
     assert shape.packs_per_thread <= 2
 
 
+@each_width
+@each_load
+@pytest.mark.parametrize("target", SUPPORTED_TARGETS)
+@pytest.mark.parametrize("hidden_packs", [None, *HIDDEN_PACKS])
+@pytest.mark.parametrize("epilogue", Epilogue)
+def test_ctas_that_share_an_sm_leave_registers(target, epilogue, hidden_packs, world_size, tokens):
+    """64 at least for up to eight ranks, and 128 for more: fewer would spill (test_compile.py)."""
+    shape = plan.geometry(target, epilogue, hidden_packs, world_size, tokens)
+    registers = 65536 // (shape.threads * shape.ctas_per_sm)
+    assert registers >= (64 if world_size <= 8 else 128)
+
+
+@pytest.mark.parametrize("target", SUPPORTED_TARGETS)
+def test_few_tokens_are_spread_and_many_are_not(target):
+    few, many = (
+        plan.geometry(target, Epilogue.ADD_RMS_NORM, 896, 8, tokens)
+        for tokens in (1, plan.MANY_TOKENS)
+    )
+    assert few.cluster > many.cluster
+    borders = [
+        plan.geometry(target, Epilogue.ADD_RMS_NORM, 896, 8, tokens) for tokens in range(1, 200)
+    ]
+    assert borders == sorted(borders, key=lambda shape: shape == many)
+    assert plan.max_clusters(target, few, 1, None) >= borders.index(many)  # one row a cluster
+
+
 def test_larger_tokens_get_no_fewer_threads():
-    shapes = [plan.geometry("sm_90a", Epilogue.ADD_RMS_NORM, packs) for packs in HIDDEN_PACKS]
+    shapes = [plan.geometry("sm_90a", Epilogue.ADD_RMS_NORM, packs, 8) for packs in HIDDEN_PACKS]
     assert [shape.cluster for shape in shapes] == sorted(shape.cluster for shape in shapes)
     capacities = [shape.row_packs for shape in shapes]
     assert capacities == sorted(capacities)
@@ -51,7 +79,7 @@ def test_larger_tokens_get_no_fewer_threads():
 
 def test_the_host_builds_few_kernels():
     geometries = {
-        plan.geometry(HOST_TARGET, Epilogue.ADD_RMS_NORM, packs) for packs in range(1, 8193)
+        plan.geometry(HOST_TARGET, Epilogue.ADD_RMS_NORM, packs, 2) for packs in range(1, 8193)
     }
     assert len(geometries) == 9
     assert {shape.cluster for shape in geometries} == {1}
@@ -61,8 +89,8 @@ def test_the_host_builds_few_kernels():
 def test_the_largest_hidden_size_has_a_geometry(dtype):
     packs = plan.max_hidden_size(dtype) // dtype.per_pack
     for target in TARGETS:
-        assert plan.geometry(target, Epilogue.ADD_RMS_NORM, packs).row_packs >= packs
-        assert plan.geometry(target, Epilogue.ADD_RMS_NORM, None).row_packs >= packs
+        assert plan.geometry(target, Epilogue.ADD_RMS_NORM, packs, 2).row_packs >= packs
+        assert plan.geometry(target, Epilogue.ADD_RMS_NORM, None, 2).row_packs >= packs
 
 
 # Grids
@@ -71,19 +99,20 @@ def test_the_largest_hidden_size_has_a_geometry(dtype):
 @each_target
 @pytest.mark.parametrize("ranks_on_device", [1, 2, 3, 8, 72])
 def test_ranks_on_one_device_share_its_room(target, ranks_on_device):
-    for cluster, most_ctas in plan._MAX_CTAS[target].items():
-        alone = plan.max_clusters(target, cluster, 1, None)
-        shared = plan.max_clusters(target, cluster, ranks_on_device, None)
+    for cluster, num_sms in plan._NUM_SMS[target].items():
+        shape = Geometry(4, cluster, 1, ctas_per_sm=2)
+        alone = plan.max_clusters(target, shape, 1, None)
+        shared = plan.max_clusters(target, shape, ranks_on_device, None)
         assert 1 <= shared <= alone
         # A cluster must not be cut, and one is the least.
-        assert shared == 1 or shared * cluster * ranks_on_device <= most_ctas
+        assert shared == 1 or shared * cluster * ranks_on_device <= 2 * num_sms
 
 
 @pytest.mark.parametrize(
     ("max_ctas", "cluster", "clusters"), [(1, 1, 1), (1, 8, 1), (8, 8, 1), (17, 8, 2), (20, 1, 20)]
 )
 def test_the_environment_s_cap_counts_ctas(max_ctas, cluster, clusters):
-    assert plan.max_clusters("sm_90a", cluster, 4, max_ctas) == clusters
+    assert plan.max_clusters("sm_90a", Geometry(4, cluster, 1), 4, max_ctas) == clusters
 
 
 def test_rows_are_tokens_only_where_tokens_matter():
@@ -118,33 +147,8 @@ def test_a_larger_message_needs_no_less_room(kind, world_size):
     assert all(size % 16 == 0 for size in sizes)
 
 
-# Strategy
+# Caps
 
 
-@each_target
-def test_one_shot_limit_falls_as_the_world_grows(target):
-    limits = [one_shot_max_bytes(target, world_size) for world_size in range(1, 73)]
-    assert limits == sorted(limits, reverse=True)
-    assert limits[-1] > 0
-
-
-@each_target
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_auto_is_the_table(target, world_size):
-    limit = one_shot_max_bytes(target, world_size)
-    assert resolve(Strategy.AUTO, target, world_size, 1) is KernelKind.ONESHOT
-    assert resolve(Strategy.AUTO, target, world_size, limit) is KernelKind.ONESHOT
-    assert resolve(Strategy.AUTO, target, world_size, limit + 1) is KernelKind.TWOSHOT
-
-
-@each_target
-def test_a_forced_strategy_is_not_second_guessed(target):
-    for world_size, size in itertools.product(WORLD_SIZES, (16, 1 << 30)):
-        assert resolve(Strategy.ONESHOT, target, world_size, size) is KernelKind.ONESHOT
-        assert resolve(Strategy.TWOSHOT, target, world_size, size) is KernelKind.TWOSHOT
-
-
-def test_every_target_has_its_tables():
-    assert set(plan._MAX_CTAS) == set(strategy._ONE_SHOT_MAX_BYTES) == set(TARGETS)
-    for table in strategy._ONE_SHOT_MAX_BYTES.values():
-        assert max(table) == 72
+def test_every_target_has_its_caps():
+    assert set(plan._NUM_SMS) == set(TARGETS)

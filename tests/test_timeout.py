@@ -139,8 +139,8 @@ def launch_unchecked(workspace, row, output, strategy):
     """The launch alone: as with a graph, nothing looks at the record of the calls before."""
     shape = CallShape(*row.shape, DType.BFLOAT16, Epilogue.NONE, strategy)
     call = workspace.prepare(shape)
-    call.params.input, call.params.output = row.data_ptr(), output.data_ptr()
-    call.kernel.launch(call.params, call.num_ctas, False)
+    call.place(row.data_ptr(), output.data_ptr())
+    call._launch.start(False)
 
 
 def synchronize(device):

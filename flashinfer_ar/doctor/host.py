@@ -15,7 +15,7 @@ from flashinfer_ar import env, plan
 from flashinfer_ar.doctor.finding import Finding, Status
 from flashinfer_ar.jit import HOST_TARGET
 from flashinfer_ar.jit.nvrtc import requested_targets
-from flashinfer_ar.strategy import one_shot_max_bytes
+from flashinfer_ar.strategy import one_shot_limits
 from flashinfer_ar.workspace import NUM_GENERATIONS
 
 _SHM = Path("/dev/shm")
@@ -56,7 +56,7 @@ def shared_memory() -> Finding:
 
 
 def _typical_workspaces_bytes() -> int:
-    limit = one_shot_max_bytes(HOST_TARGET, _TYPICAL_RANKS)
+    limit = one_shot_limits(HOST_TARGET, _TYPICAL_RANKS).largest
     generation = plan.generation_bytes_for_all(_TYPICAL_RANKS, _TYPICAL_MESSAGE_BYTES, limit)
     return _TYPICAL_RANKS * NUM_GENERATIONS * generation
 

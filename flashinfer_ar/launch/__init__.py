@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -17,11 +18,19 @@ if TYPE_CHECKING:
     from flashinfer_ar.launch.cuda import CudaSubstrate
 
 
+class PreparedLaunch(Protocol):
+    """A kernel with its grid and the place of its parameter block."""
+
+    def start(self, launch_with_pdl: bool) -> None:
+        """Start the kernel on the current stream; on the host, run it."""
+        ...
+
+
 class LoadedKernel(Protocol):
     """A kernel in memory, ready to be launched."""
 
-    def launch(self, params: Params, num_ctas: int, launch_with_pdl: bool) -> None:
-        """Start the kernel on the current stream; on the host, run it."""
+    def prepare(self, params: Params, num_ctas: int) -> PreparedLaunch:
+        """A launch that takes what ``params`` holds when it starts."""
         ...
 
     def max_resident_clusters(self) -> int:
@@ -60,6 +69,10 @@ class Substrate(Protocol):
         """Set every 32-bit word of a block; done when it returns."""
         ...
 
+    def build(self, specs: Sequence[KernelSpec]) -> None:
+        """Build kernels that will be loaded, several at once; ``JitError`` if one cannot be."""
+        ...
+
     def load(self, spec: KernelSpec) -> LoadedKernel:
         """The kernel of ``spec``, built if need be; ``JitError`` if it cannot be."""
         ...
@@ -95,4 +108,4 @@ def substrate_of(device: torch.device) -> Substrate:
     return substrate
 
 
-__all__ = ["LoadedKernel", "Substrate", "substrate_of", "target_of"]
+__all__ = ["LoadedKernel", "PreparedLaunch", "Substrate", "substrate_of", "target_of"]

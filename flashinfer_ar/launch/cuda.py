@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,9 @@ import torch
 from cuda.bindings import driver
 
 from flashinfer_ar.bootstrap import CommBackend, InProcessBackend, agreed_step
-from flashinfer_ar.driver import checked, current_context, primary_context
+from flashinfer_ar.driver import checked, current_context, failure, primary_context
 from flashinfer_ar.errors import CudaError
-from flashinfer_ar.jit import KernelSpec, build
+from flashinfer_ar.jit import KernelSpec, build, build_all
 from flashinfer_ar.jit.nvrtc import target_of_device
 from flashinfer_ar.jit.params import Control, Params, TimeoutRecord
 from flashinfer_ar.launch.streams import StreamOrder
@@ -23,6 +24,8 @@ from flashinfer_ar.memory.cuda_device import CudaDevice
 from flashinfer_ar.memory.cuda_local import CudaLocalMemory
 from flashinfer_ar.memory.cuda_shared import CudaSharedMemory
 from flashinfer_ar.memory.device_place import place_of
+
+_SUCCESS = driver.CUresult.CUDA_SUCCESS
 
 
 @functools.cache
@@ -33,53 +36,81 @@ def _load_function(cubin: Path, name: str, device_index: int) -> Any:
     return checked(driver.cuModuleGetFunction, module, name.encode())
 
 
+class CudaLaunch:
+    """A kernel with its grid and parameter block, for one workspace.
+
+    ``start`` is on every call's path: it sets nothing that the launch before has set already.
+    """
+
+    def __init__(self, kernel: CudaKernel, params: Params, num_ctas: int) -> None:
+        self._function = kernel.function
+        self._device_index = kernel.device_index
+        self._context = kernel.context
+        self._order = kernel.order
+        self._configs = (kernel.config(num_ctas), kernel.config(num_ctas, launch_with_pdl=True))
+        self._streams = [0, 0]  # of the two configurations
+        # One argument: an array of one pointer, to the parameter block, which the driver copies.
+        self._arguments = (ctypes.c_void_p * 1)(ctypes.addressof(params))
+        self._arguments_address = ctypes.addressof(self._arguments)
+
+    def start(self, launch_with_pdl: bool) -> None:
+        """Enqueue the kernel on torch's current stream of the device."""
+        # Another thread, or a library, may have left another device's context here, or none.
+        if driver.cuCtxGetCurrent()[1] == self._context:
+            self._enqueue(launch_with_pdl)
+        else:
+            with current_context(self._context):
+                self._enqueue(launch_with_pdl)
+
+    def _enqueue(self, launch_with_pdl: bool) -> None:
+        stream = torch._C._cuda_getCurrentRawStream(self._device_index)
+        self._order.enter(stream)
+        config = self._configs[launch_with_pdl]
+        if stream != self._streams[launch_with_pdl]:
+            config.hStream = self._streams[launch_with_pdl] = stream
+        (code,) = driver.cuLaunchKernelEx(config, self._function, self._arguments_address, 0)
+        if code != _SUCCESS:
+            raise failure(driver.cuLaunchKernelEx, code)
+
+
 class CudaKernel:
-    """A kernel with a launch configuration that is reused."""
+    """A kernel in a device's memory."""
 
     def __init__(
         self, spec: KernelSpec, device_index: int, context: Any, order: StreamOrder
     ) -> None:
-        self._device_index = device_index
-        self._context = context
-        self._order = order
-        self._function = _load_function(build(spec), spec.name, device_index)
+        self.device_index = device_index
+        self.context = context
+        self.order = order
+        self.function = _load_function(build(spec), spec.name, device_index)
+        self._spec = spec
         self._cluster = spec.geometry.cluster
-        self._config = driver.CUlaunchConfig()
-        self._config.gridDimY = self._config.gridDimZ = 1
-        self._config.blockDimX = spec.geometry.threads
-        self._config.blockDimY = self._config.blockDimZ = 1
-        self._config.sharedMemBytes = spec.shared_bytes
-        cluster = [_cluster_attribute(self._cluster)] if self._cluster > 1 else []
-        self._attributes = {False: cluster, True: [*cluster, _pdl_attribute()]}
 
-    def launch(self, params: Params, num_ctas: int, launch_with_pdl: bool) -> None:
-        """Enqueue the kernel on torch's current stream of the device."""
-        config = self._config
-        stream = torch._C._cuda_getCurrentRawStream(self._device_index)
+    def config(self, num_ctas: int, *, launch_with_pdl: bool = False) -> Any:
+        """The driver's description of a launch, on the default stream."""
+        config = driver.CUlaunchConfig()
         config.gridDimX = num_ctas
-        config.hStream = stream
-        attributes = self._attributes[launch_with_pdl]
-        config.attrs = attributes
-        config.numAttrs = len(attributes)
-        # One argument: an array of one pointer, to the parameter block, which the driver copies.
-        arguments = (ctypes.c_void_p * 1)(ctypes.addressof(params))
-        with current_context(self._context):
-            self._order.enter(stream)
-            checked(driver.cuLaunchKernelEx, config, self._function, ctypes.addressof(arguments), 0)
+        config.blockDimX = self._spec.geometry.threads
+        config.gridDimY = config.gridDimZ = config.blockDimY = config.blockDimZ = 1
+        config.sharedMemBytes = self._spec.shared_bytes
+        attributes = [_cluster_attribute(self._cluster)] if self._cluster > 1 else []
+        config.attrs = [*attributes, _pdl_attribute()] if launch_with_pdl else attributes
+        config.numAttrs = len(config.attrs)
+        return config
+
+    def prepare(self, params: Params, num_ctas: int) -> CudaLaunch:
+        return CudaLaunch(self, params, num_ctas)
 
     def max_resident_clusters(self) -> int:
         """As the driver computes it, for a device with nothing else on it."""
-        config = self._config
-        config.gridDimX = self._cluster
-        config.attrs = self._attributes[False]
-        config.numAttrs = len(config.attrs)
-        with current_context(self._context):
+        config = self.config(self._cluster)
+        with current_context(self.context):
             if self._cluster > 1:
-                return int(checked(driver.cuOccupancyMaxActiveClusters, self._function, config))
+                return int(checked(driver.cuOccupancyMaxActiveClusters, self.function, config))
             device = checked(driver.cuCtxGetDevice)
             per_sm = checked(
                 driver.cuOccupancyMaxActiveBlocksPerMultiprocessor,
-                self._function,
+                self.function,
                 config.blockDimX,
                 config.sharedMemBytes,
             )
@@ -127,6 +158,9 @@ class CudaSubstrate:
         with current_context(self._context):
             checked(driver.cuMemsetD32, address, word, size_bytes // 4)
             checked(driver.cuCtxSynchronize)
+
+    def build(self, specs: Sequence[KernelSpec]) -> None:
+        build_all(specs)
 
     def load(self, spec: KernelSpec) -> CudaKernel:
         with current_context(self._context):

@@ -4,11 +4,26 @@ from __future__ import annotations
 
 import ctypes
 import sys
+from collections.abc import Callable, Sequence
 
 from flashinfer_ar.bootstrap import CommBackend, InProcessBackend
-from flashinfer_ar.jit import HOST_TARGET, KernelSpec, build
+from flashinfer_ar.jit import HOST_TARGET, KernelSpec, build, build_all
 from flashinfer_ar.jit.params import Control, Params, TimeoutRecord
 from flashinfer_ar.memory import HostSharedMemory, InProcessMemory, SymmetricMemory
+
+
+class HostLaunch:
+    """A kernel with its grid and parameter block."""
+
+    def __init__(self, entry: Callable[[int, int], None], params: Params, num_ctas: int) -> None:
+        self._entry = entry
+        self._params = params
+        self._num_ctas = num_ctas
+
+    def start(self, launch_with_pdl: bool) -> None:
+        """Run the kernel to its end; there is no earlier grid to overlap with."""
+        del launch_with_pdl
+        self._entry(ctypes.addressof(self._params), self._num_ctas)
 
 
 class HostKernel:
@@ -19,10 +34,8 @@ class HostKernel:
         self._entry.argtypes = (ctypes.c_void_p, ctypes.c_uint32)
         self._entry.restype = None
 
-    def launch(self, params: Params, num_ctas: int, launch_with_pdl: bool) -> None:
-        """Run the kernel to its end; there is no earlier grid to overlap with."""
-        del launch_with_pdl
-        self._entry(ctypes.addressof(params), num_ctas)
+    def prepare(self, params: Params, num_ctas: int) -> HostLaunch:
+        return HostLaunch(self._entry, params, num_ctas)
 
     def max_resident_clusters(self) -> int:
         """No limit: every thread of a grid is a fiber."""
@@ -58,6 +71,9 @@ class HostSubstrate:
         pattern = word.to_bytes(4, "little") * (min(size_bytes, 1 << 20) // 4)
         for offset in range(0, size_bytes, len(pattern)):
             ctypes.memmove(address + offset, pattern, min(len(pattern), size_bytes - offset))
+
+    def build(self, specs: Sequence[KernelSpec]) -> None:
+        build_all(specs)
 
     def load(self, spec: KernelSpec) -> HostKernel:
         return HostKernel(spec)

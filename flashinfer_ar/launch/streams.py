@@ -6,8 +6,11 @@ from typing import Any
 
 from cuda.bindings import driver
 
-from flashinfer_ar.driver import checked
+from flashinfer_ar.driver import checked, failure
 from flashinfer_ar.errors import CudaError
+
+_SUCCESS = driver.CUresult.CUDA_SUCCESS
+_NOT_CAPTURING = driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE
 
 
 class StreamOrder:
@@ -32,14 +35,11 @@ class StreamOrder:
         Raises ``CudaError`` if the stream of the call before is being captured: then nothing can be
         made to wait for what it ran earlier.
         """
-        if _is_capturing(stream):
-            if self._captured not in (None, stream) and _is_capturing(self._captured):
-                self._make_wait(stream, self._captured)
-            self._captured = stream
-            return
-        if self._eager not in (None, stream):
-            self._make_eager_wait(stream)
-        self._eager = stream
+        # The default stream, handle 0, is never captured.
+        if stream != 0 and _is_capturing(stream):
+            self._enter_captured(stream)
+        elif stream != self._eager:
+            self._enter_eager(stream)
 
     def close(self) -> None:
         """Free the event; safe twice."""
@@ -47,15 +47,23 @@ class StreamOrder:
             checked(driver.cuEventDestroy, self._event)
             self._event = None
 
-    def _make_eager_wait(self, stream: int) -> None:
-        if _is_capturing(self._eager):
-            raise CudaError(
-                "the workspace's last call was on a stream that is being captured now: allowed is "
-                "a call on that stream, or on another one after the capture"
-            )
-        self._make_wait(stream, self._eager)
+    def _enter_captured(self, stream: int) -> None:
+        previous = self._captured
+        if previous is not None and previous != stream and _is_capturing(previous):
+            self._make_wait(stream, previous)
+        self._captured = stream
 
-    def _make_wait(self, stream: int, previous: int | None) -> None:
+    def _enter_eager(self, stream: int) -> None:
+        if self._eager is not None:
+            if _is_capturing(self._eager):
+                raise CudaError(
+                    "the workspace's last call was on a stream that is being captured now: allowed "
+                    "is a call on that stream, or on another one after the capture"
+                )
+            self._make_wait(stream, self._eager)
+        self._eager = stream
+
+    def _make_wait(self, stream: int, previous: int) -> None:
         if self._event is None:
             flags = driver.CUevent_flags.CU_EVENT_DISABLE_TIMING
             self._event = checked(driver.cuEventCreate, flags)
@@ -63,6 +71,9 @@ class StreamOrder:
         checked(driver.cuStreamWaitEvent, stream, self._event, 0)
 
 
-def _is_capturing(stream: int | None) -> bool:
-    status = checked(driver.cuStreamIsCapturing, stream)
-    return bool(status != driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE)
+def _is_capturing(stream: int) -> bool:
+    """Whether work on ``stream`` is recorded, not run."""
+    code, status = driver.cuStreamIsCapturing(stream)
+    if code != _SUCCESS:
+        raise failure(driver.cuStreamIsCapturing, code)
+    return bool(status != _NOT_CAPTURING)

@@ -24,6 +24,7 @@ struct Config {
   int warps;             // a CTA
   int cluster;           // CTAs a row
   int packs_per_thread;  // of a row
+  int ctas_per_sm;       // that must fit at once, so what the compiler may spend on a thread
   bool multicast;
   Epilogue epilogue;
 

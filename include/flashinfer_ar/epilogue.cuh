@@ -2,8 +2,9 @@
 //
 // An epilogue is made at the start of the kernel, before the wait for the previous grid, and may
 // load weights there; `open()` comes after the first publish. Then, for each row: `prefetch(row)`
-// as early as the caller can, and `finish(row, sums)` once the sums are there. `sums[k]` are the
-// thread's packs of the row, already rounded to T.
+// as early as the caller can, `take(row, sums)` once the sums are there, and `finish(row)`. Between
+// the last two the cluster's partial sums are on their way: a place for work that nobody waits for.
+// `sums[k]` are the thread's packs of the row, already rounded to T.
 #pragma once
 
 #include "flashinfer_ar/rmsnorm.cuh"
@@ -22,12 +23,14 @@ class StoreSum {
   FAR_DEVICE void open() {}
   FAR_DEVICE void prefetch(uint32_t) {}
 
-  FAR_DEVICE void finish(uint32_t row, const Pack (&sums)[C.packs_per_thread]) {
+  FAR_DEVICE void take(uint32_t row, const Pack (&sums)[C.packs_per_thread]) {
     FAR_UNROLL
     for (int k = 0; k < C.packs_per_thread; ++k) {
       if (rows_.has(row, k)) store(params_.output + rows_.pack(row, k), sums[k]);
     }
   }
+
+  FAR_DEVICE void finish(uint32_t) {}
 
  private:
   const Params<C.world_size>& params_;

@@ -4,8 +4,6 @@
 #include <fenv.h>
 #include <sched.h>
 
-#include <deque>
-
 #include "flashinfer_ar/host_fibers.hpp"
 #include "flashinfer_ar/platform_host.hpp"
 
@@ -61,7 +59,35 @@ class DefaultFloatingPoint {
   fenv_t before_;
 };
 
-// Resumes fibers in turn until all are done. Each OS thread keeps its fibers for the next launch.
+// An OS thread's fibers, kept from launch to launch. (<deque> would do, and takes a quarter of a
+// kernel's build.)
+class Fibers {
+ public:
+  Fibers() = default;
+  ~Fibers() {
+    for (uint32_t i = 0; i < size_; ++i) delete fibers_[i];
+    delete[] fibers_;
+  }
+  Fibers(const Fibers&) = delete;
+  Fibers& operator=(const Fibers&) = delete;
+
+  Fiber& operator[](uint32_t i) { return *fibers_[i]; }
+
+  void grow_to(uint32_t size) {
+    if (size <= size_) return;
+    Fiber** grown = new Fiber*[size];
+    for (uint32_t i = 0; i < size; ++i) grown[i] = i < size_ ? fibers_[i] : new Fiber;
+    delete[] fibers_;
+    fibers_ = grown;
+    size_ = size;
+  }
+
+ private:
+  Fiber** fibers_ = nullptr;
+  uint32_t size_ = 0;
+};
+
+// Resumes fibers in turn until all are done.
 class FiberScheduler : public Scheduler {
  public:
   template <typename Body>
@@ -70,35 +96,36 @@ class FiberScheduler : public Scheduler {
       const Body* body;
       uint32_t thread;
     };
-    std::deque<Job> jobs;
-    std::deque<Fiber>& fibers = own_fibers();
-    while (fibers.size() < num_threads) fibers.emplace_back();
+    Job* jobs = new Job[num_threads];
+    Fibers& fibers = own_fibers();
+    fibers.grow_to(num_threads);
     for (uint32_t i = 0; i < num_threads; ++i) {
-      jobs.push_back({&body, i});
+      jobs[i] = {&body, i};
       fibers[i].start(
           [](void* argument) {
             const Job& job = *static_cast<Job*>(argument);
             (*job.body)(job.thread);
           },
-          &jobs.back());
+          &jobs[i]);
     }
     for (uint32_t alive = num_threads; alive > 0;) {
       progress_ = false;
       alive = resume_each(fibers, num_threads);
       if (!progress_) sched_yield();  // all wait for peers, which may need this core
     }
+    delete[] jobs;
   }
 
   void yield() override { Fiber::suspend(); }
   void progress() override { progress_ = true; }
 
  private:
-  static std::deque<Fiber>& own_fibers() {
-    thread_local std::deque<Fiber> fibers;
+  static Fibers& own_fibers() {
+    thread_local Fibers fibers;
     return fibers;
   }
 
-  uint32_t resume_each(std::deque<Fiber>& fibers, uint32_t num_threads) {
+  uint32_t resume_each(Fibers& fibers, uint32_t num_threads) {
     uint32_t alive = 0;
     for (uint32_t i = 0; i < num_threads; ++i) {
       if (fibers[i].done()) continue;
@@ -118,9 +145,9 @@ void launch(const typename Kernel::Params& params, uint32_t num_ctas) {
   const DefaultFloatingPoint floating_point;
   FiberScheduler scheduler;
   Grid<Kernel> grid(params, num_ctas, scheduler);
-  std::atomic_thread_fence(std::memory_order_seq_cst);
+  __atomic_thread_fence(__ATOMIC_SEQ_CST);
   scheduler.run(grid.num_threads(), [&grid](uint32_t thread) { grid.run_thread(thread); });
-  std::atomic_thread_fence(std::memory_order_seq_cst);
+  __atomic_thread_fence(__ATOMIC_SEQ_CST);
 }
 
 }  // namespace flashinfer_ar::host

@@ -10,9 +10,9 @@
 //             compared as integers: as floats with subnormals flushed to zero, a negative subnormal
 //             would equal the sentinel and spin for ever. All four words are looked at, because
 //             memory promises atomicity of 4 bytes, not of 16.
-//   re-arm    the reader writes the sentinel back into exactly the slots that it read, at once.
-//             Nothing else ever clears, so after a call every slot is armed again, whatever the
-//             call's shape, dtype or strategy was.
+//   re-arm    the reader writes the sentinel back into exactly the slots that it read, before its
+//             grid ends. Nothing else ever clears, so after a call every slot is armed again,
+//             whatever the call's shape, dtype or strategy was.
 //
 // Why two generations are enough. Call n uses generation n % 2 of every ring. Say rank A stores
 // call n + 2 into B's ring: will it hit a slot that B has not read, or not re-armed, in call n? A
@@ -117,9 +117,12 @@ class Turn {
     give_up(batch, values);
   }
 
-  // Arms the slots of a batch for call n + 2.
+  // Arms the slots of a batch that was awaited, for call n + 2. Nobody waits for it within the
+  // call, so it comes after whatever somebody does wait for. A slot whose data did not come stays
+  // as it is.
   template <int Count, typename Batch>
   FAR_DEVICE void rearm(const Batch& batch) const {
+    if (expired_) return;
     Pack* ring = params_.rings[rank()] + in_generation(0);
     FAR_UNROLL
     for (int i = 0; i < Count; ++i) {

@@ -1,7 +1,9 @@
 // One-shot allreduce: every rank sends its whole input to every rank, and each reduces for itself.
 //
 // One hop, so the lowest latency; (world_size - 1) * size bytes come in, so for small messages.
-// Slots of a generation: source-major, source * num_packs + pack of the flattened tensor.
+// Slots of a generation: source by source; but where the hidden size is a compile-time constant,
+// token by token and in a token source by source, so that one address and constant offsets reach
+// all contributions to a pack.
 #pragma once
 
 #include "flashinfer_ar/epilogue.cuh"
@@ -11,6 +13,7 @@ namespace flashinfer_ar {
 template <typename T, Config C>
 struct OneShot {
   static constexpr int kThreads = C.threads();
+  static constexpr int kCtasPerSm = C.ctas_per_sm;
 
   using Params = flashinfer_ar::Params<C.world_size>;
   using RowEpilogue = typename EpilogueFor<T, C>::type;
@@ -48,15 +51,33 @@ struct OneShot {
       FAR_UNROLL
       for (int k = 0; k < C.packs_per_thread; ++k) {
         if (!rows.has(row, k)) continue;
-        const uint32_t pack = rows.pack(row, k);
-        sums[k] = sum_over_ranks<T, C.multicast>(turn, own[k], pack, rows.num_packs(), pack);
+        sums[k] = sum_over_ranks<T, C.multicast>(turn, own[k], slot(rows, row, k, 0), stride(rows),
+                                                 rows.pack(row, k));
       }
-      epilogue.finish(row, sums);
+      epilogue.take(row, sums);
+      FAR_UNROLL
+      for (int k = 0; k < C.packs_per_thread; ++k) {
+        if (!rows.has(row, k)) continue;
+        rearm_contributions<C.multicast>(turn, slot(rows, row, k, 0), stride(rows));
+      }
+      epilogue.finish(row);
     }
     t.release_next_grid();
   }
 
  private:
+  static constexpr bool kByToken = C.hidden_packs != kAnyHidden;
+
+  FAR_DEVICE static uint32_t slot(const Rows<C>& rows, uint32_t row, int k, int source) {
+    if constexpr (!kByToken) return source * rows.num_packs() + rows.pack(row, k);
+    return (row * C.world_size + source) * rows.row_packs() + rows.pack_in_row(k);
+  }
+
+  // From the slot of one source to the next one's.
+  FAR_DEVICE static uint32_t stride(const Rows<C>& rows) {
+    return kByToken ? rows.row_packs() : rows.num_packs();
+  }
+
   FAR_DEVICE static void positive_zeros(Pack (&packs)[C.packs_per_thread]) {
     FAR_UNROLL
     for (int k = 0; k < C.packs_per_thread; ++k) packs[k] = T::positive_zeros(packs[k]);
@@ -68,7 +89,7 @@ struct OneShot {
     FAR_UNROLL
     for (int k = 0; k < C.packs_per_thread; ++k) {
       if (!rows.has(row, k)) continue;
-      turn.publish(turn.rank() * rows.num_packs() + rows.pack(row, k), packs[k]);
+      turn.publish(slot(rows, row, k, turn.rank()), packs[k]);
     }
   }
 };

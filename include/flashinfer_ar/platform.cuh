@@ -30,6 +30,7 @@
 // Arithmetic, IEEE round-to-nearest with subnormals, NaN always 0x7FFFFFFF when it is stored:
 //   bits_of(float), float_of(bits), storable(float), square_root(float)
 //   floats_of_f16x2(word, low, high), f16x2_of(low, high), bf16x2_of(low, high)
+//   f16x2_plus_zero(word), bf16x2_plus_zero(word): each half + 0.0, in its own type
 //
 // FAR_DEVICE marks a function, FAR_UNROLL a loop that must be unrolled on the device;
 // FAR_KERNEL(name, Kernel) makes the entry point that the launcher looks up by name, and

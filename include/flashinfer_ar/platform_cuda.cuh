@@ -8,10 +8,11 @@
 // this.
 #define FAR_OFFSET_OF(Struct, member) __INTADDR__(&static_cast<Struct*>(nullptr)->member)
 
-// Dynamic shared memory, so that device code stays free of hidden `__shared__` variables and the
+// The second launch bound caps registers such that a grid's CTAs fit (config.cuh). Dynamic shared
+// memory, so that device code stays free of hidden `__shared__` variables and the
 // launcher states the size. `__grid_constant__` keeps the peer pointers in the constant bank.
 #define FAR_KERNEL(name, Kernel)                                                              \
-  extern "C" __global__ void __launch_bounds__(Kernel::kThreads, 1)                           \
+  extern "C" __global__ void __launch_bounds__(Kernel::kThreads, Kernel::kCtasPerSm)          \
       name(const __grid_constant__ Kernel::Params params) {                                   \
     extern __shared__ __align__(16) unsigned char shared[];                                   \
     Kernel::run(flashinfer_ar::Thread{}, *reinterpret_cast<Kernel::Shared*>(shared), params); \
@@ -125,6 +126,17 @@ FAR_DEVICE uint32_t bits_of(float value) { return __float_as_uint(value); }
 FAR_DEVICE float float_of(uint32_t bits) { return __uint_as_float(bits); }
 FAR_DEVICE float storable(float value) { return value; }  // FADD and FMUL give the one NaN already
 FAR_DEVICE float square_root(float value) { return __fsqrt_rn(value); }
+
+// The sum of each half with +0.0, which turns -0.0 into +0.0 in one instruction.
+FAR_DEVICE uint32_t f16x2_plus_zero(uint32_t word) {
+  asm("add.rn.f16x2 %0, %0, %1;" : "+r"(word) : "r"(0));
+  return word;
+}
+
+FAR_DEVICE uint32_t bf16x2_plus_zero(uint32_t word) {
+  asm("add.rn.bf16x2 %0, %0, %1;" : "+r"(word) : "r"(0));
+  return word;
+}
 
 FAR_DEVICE void floats_of_f16x2(uint32_t word, float& low, float& high) {
   asm("{\n .reg .b16 l, h;\n mov.b32 {l, h}, %2;\n cvt.f32.f16 %0, l;\n cvt.f32.f16 %1, h;\n}"

@@ -3,13 +3,14 @@
 // A grid's threads run as fibers of the calling OS thread (host_launch.hpp), or as anything else
 // that has a Scheduler: tests run them as OS threads under ThreadSanitizer, or in random order with
 // a Fabric that delays, reorders and tears the stores that cross between ranks.
+//
+// Compiler builtins stand for <atomic> and <cmath>, which take a third of a kernel's build.
 #pragma once
 
 #include <time.h>
 
-#include <atomic>
 #include <bit>
-#include <cmath>
+#include <cstddef>
 #include <cstdint>
 
 #define FAR_DEVICE inline
@@ -51,18 +52,18 @@ inline Fabric* fabric = nullptr;
 class Barrier {
  public:
   void wait(uint32_t count, Scheduler& scheduler) {
-    const uint32_t phase = phase_.load(std::memory_order_acquire);
-    if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == count) {
-      arrived_.store(0, std::memory_order_relaxed);
-      phase_.store(phase + 1, std::memory_order_release);
+    const uint32_t phase = __atomic_load_n(&phase_, __ATOMIC_ACQUIRE);
+    if (__atomic_add_fetch(&arrived_, 1, __ATOMIC_ACQ_REL) == count) {
+      __atomic_store_n(&arrived_, 0, __ATOMIC_RELAXED);
+      __atomic_store_n(&phase_, phase + 1, __ATOMIC_RELEASE);
       scheduler.progress();
     } else {
-      while (phase_.load(std::memory_order_acquire) == phase) scheduler.yield();
+      while (__atomic_load_n(&phase_, __ATOMIC_ACQUIRE) == phase) scheduler.yield();
     }
   }
 
  private:
-  std::atomic<uint32_t> arrived_ = 0, phase_ = 0;
+  uint32_t arrived_ = 0, phase_ = 0;
 };
 
 struct Warp {
@@ -179,7 +180,7 @@ FAR_DEVICE void multimem_store_relaxed_system(Pack* to, const Pack& pack) {
 
 FAR_DEVICE uint32_t bits_of(float value) { return std::bit_cast<uint32_t>(value); }
 FAR_DEVICE float float_of(uint32_t bits) { return std::bit_cast<float>(bits); }
-FAR_DEVICE float square_root(float value) { return std::sqrt(value); }
+FAR_DEVICE float square_root(float value) { return __builtin_sqrtf(value); }
 
 // A CPU hands on the payload of a NaN, a GPU does not.
 FAR_DEVICE float storable(float value) { return value == value ? value : float_of(0x7fffffffu); }
@@ -207,6 +208,15 @@ FAR_DEVICE void floats_of_f16x2(uint32_t word, float& low, float& high) {
 FAR_DEVICE uint32_t f16x2_of(float low, float high) { return f16_of(low) | f16_of(high) << 16; }
 FAR_DEVICE uint32_t bf16x2_of(float low, float high) { return bf16_of(low) | bf16_of(high) << 16; }
 
+// -0.0 is the one value that the sum changes; integers, so that no rounding mode has a say.
+FAR_DEVICE uint32_t f16x2_plus_zero(uint32_t word) {
+  if ((word & 0x0000ffffu) == 0x00008000u) word &= 0xffff0000u;
+  if ((word & 0xffff0000u) == 0x80000000u) word &= 0x0000ffffu;
+  return word;
+}
+
+FAR_DEVICE uint32_t bf16x2_plus_zero(uint32_t word) { return f16x2_plus_zero(word); }
+
 // ---- Exchange inside a cluster --------------------------------------------------------------
 
 // Same contract as on CUDA (the argument why two tables are enough is there): an entry is put into
@@ -222,19 +232,19 @@ class ClusterExchange {
     const uint32_t first_cta = t.cta() / ClusterSize * ClusterSize;
     ClusterExchange* copy = t.in_cta(first_cta + t.lane(), this);
     copy->values_[round % 2][entry] = value;
-    copy->arrivals_[round % 2].fetch_add(1, std::memory_order_release);
+    __atomic_fetch_add(&copy->arrivals_[round % 2], 1, __ATOMIC_RELEASE);
     t.progress();
   }
 
   FAR_DEVICE const float* collect(Thread t, uint32_t round) {
     const uint32_t complete = Entries * (round / 2 + 1);
-    while (arrivals_[round % 2].load(std::memory_order_acquire) < complete) t.pause();
+    while (__atomic_load_n(&arrivals_[round % 2], __ATOMIC_ACQUIRE) < complete) t.pause();
     return values_[round % 2];
   }
 
  private:
   float values_[2][Entries];
-  std::atomic<uint32_t> arrivals_[2] = {};
+  uint32_t arrivals_[2] = {};
 };
 
 }  // namespace flashinfer_ar

@@ -29,7 +29,7 @@ class AddRmsNorm {
     exchange_.prepare(t);
     FAR_UNROLL
     for (int k = 0; k < kPacks; ++k) {
-      if (rows_.pack_in_row(k) < rows_.hidden_packs()) {
+      if (rows_.in_token(k)) {
         gamma_[k] = load(params_.gamma + rows_.pack_in_row(k));
       }
     }
@@ -39,23 +39,29 @@ class AddRmsNorm {
 
   FAR_DEVICE void prefetch(uint32_t row) { rows_.load_row(params_.residual_in, row, residual_); }
 
-  FAR_DEVICE void finish(uint32_t row, const Pack (&sums)[kPacks]) {
-    Pack x[kPacks];
+  // The partial sums leave first: the cluster waits for them, and for nothing else here.
+  FAR_DEVICE void take(uint32_t row, const Pack (&sums)[kPacks]) {
     FAR_UNROLL
     for (int k = 0; k < kPacks; ++k) {
       float squares = 0.0f;
       if (rows_.has(row, k)) {
-        x[k] = add(sums[k], residual_[k]);
-        store(params_.residual_out + rows_.pack(row, k), x[k]);
-        squares = sum_of_squares(x[k]);
+        x_[k] = add(sums[k], residual_[k]);
+        squares = sum_of_squares(x_[k]);
       }
       exchange_.put(thread_, round_, rows_.group(k), warp_sum(thread_, squares));
     }
+    FAR_UNROLL
+    for (int k = 0; k < kPacks; ++k) {
+      if (rows_.has(row, k)) store(params_.residual_out + rows_.pack(row, k), x_[k]);
+    }
+  }
+
+  FAR_DEVICE void finish(uint32_t row) {
     const float inv = inverse_rms(exchange_.collect(thread_, round_));
     FAR_UNROLL
     for (int k = 0; k < kPacks; ++k) {
       if (rows_.has(row, k))
-        store(params_.output + rows_.pack(row, k), normalise(x[k], gamma_[k], inv));
+        store(params_.output + rows_.pack(row, k), normalise(x_[k], gamma_[k], inv));
     }
     ++round_;
   }
@@ -71,17 +77,14 @@ class AddRmsNorm {
   FAR_DEVICE static float sum_of_squares(const Pack& pack) {
     float x[T::kPerPack];
     T::widen(pack, x);
-    float sum = 0.0f;
     FAR_UNROLL
-    for (int i = 0; i < T::kPerPack; ++i) sum += x[i] * x[i];
-    return sum;
+    for (int i = 0; i < T::kPerPack; ++i) x[i] *= x[i];
+    return sum_by_halving(x);
   }
 
   FAR_DEVICE float inverse_rms(const float* partial_sums) const {
     const uint32_t groups = (rows_.hidden_packs() + kWarpSize - 1) / kWarpSize;
-    float sum = 0.0f;
-    FAR_UNROLL
-    for (uint32_t group = 0; group < groups; ++group) sum += partial_sums[group];
+    const float sum = sum_of_groups(partial_sums, groups);
     const float hidden = static_cast<float>(rows_.hidden_packs() * T::kPerPack);
     return 1.0f / square_root(sum / hidden + params_.epsilon);
   }
@@ -101,6 +104,7 @@ class AddRmsNorm {
   const Rows<C>& rows_;
   Pack gamma_[kPacks];
   Pack residual_[kPacks];
+  Pack x_[kPacks];  // the row being normalised
   uint32_t round_ = 0;
 };
 

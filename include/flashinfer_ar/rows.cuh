@@ -16,9 +16,12 @@ class Rows {
   }
   FAR_DEVICE uint32_t num_packs() const { return params_.num_tokens * hidden_packs(); }
 
+  // Packs of a row; the last tile of a tensor may have fewer.
+  FAR_DEVICE uint32_t row_packs() const { return kTokens ? hidden_packs() : C.row_capacity(); }
+
   FAR_DEVICE uint32_t count() const {
     if constexpr (kTokens) return params_.num_tokens;
-    return (num_packs() + C.row_capacity() - 1) / C.row_capacity();
+    return (num_packs() + row_packs() - 1) / row_packs();
   }
 
   // A cluster's rows are first(), first() + step(), ... < count(); a launch has no more clusters
@@ -32,16 +35,17 @@ class Rows {
   }
   FAR_DEVICE uint32_t group(int k) const { return pack_in_row(k) / kWarpSize; }
 
+  // Whether the thread's k-th place holds a pack of a token.
+  FAR_DEVICE bool in_token(int k) const { return pack_in_row(k) < hidden_packs(); }
+
   // Whether the thread's k-th place holds a pack of the row.
   FAR_DEVICE bool has(uint32_t row, int k) const {
-    if constexpr (kTokens) return pack_in_row(k) < hidden_packs();
+    if constexpr (kTokens) return C.hidden_packs == C.row_capacity() || in_token(k);
     return pack(row, k) < num_packs();
   }
 
   // Index of that pack in the flattened tensor.
-  FAR_DEVICE uint32_t pack(uint32_t row, int k) const {
-    return row * (kTokens ? hidden_packs() : C.row_capacity()) + pack_in_row(k);
-  }
+  FAR_DEVICE uint32_t pack(uint32_t row, int k) const { return row * row_packs() + pack_in_row(k); }
 
   FAR_DEVICE void load_row(const Pack* tensor, uint32_t row,
                            Pack (&packs)[C.packs_per_thread]) const {

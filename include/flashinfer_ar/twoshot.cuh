@@ -4,8 +4,8 @@
 // tensor is cut into stripes of 32 packs, one warp's load, and rank r owns stripes r, r + W, r +
 // 2W, ...: by stripe and not by token, so that even one token keeps every rank busy.
 //
-// Slots of a generation: first the scatter part, source-major, source * owner_packs + pack of the
-// owner's share; behind it the results, one slot a pack of the flattened tensor.
+// Slots of a generation: first the scatter part, the stripes of the owner's share one after another
+// and in each source by source; behind it the results, one slot a pack of the flattened tensor.
 #pragma once
 
 #include "flashinfer_ar/epilogue.cuh"
@@ -28,9 +28,12 @@ class Stripes {
   FAR_DEVICE uint32_t count() const { return (num_packs_ + kWarpSize - 1) / kWarpSize; }
   // Stripes that each rank owns, rounded up so that all shares have the same size.
   FAR_DEVICE uint32_t owned() const { return (count() + C.world_size - 1) / C.world_size; }
-  FAR_DEVICE uint32_t owner_packs() const { return owned() * kWarpSize; }
 
   FAR_DEVICE uint32_t pack(uint32_t stripe) const { return stripe * kWarpSize + lane_; }
+  // The slot of a source's contribution to the share's stripe.
+  FAR_DEVICE uint32_t slot(uint32_t share, int source) const {
+    return (share * C.world_size + source) * kWarpSize + lane_;
+  }
   FAR_DEVICE bool has(uint32_t stripe) const { return pack(stripe) < num_packs_; }
 
  private:
@@ -59,6 +62,7 @@ struct Results {
 template <typename T, Config C>
 struct TwoShot {
   static constexpr int kThreads = C.threads();
+  static constexpr int kCtasPerSm = C.ctas_per_sm;
 
   using Params = flashinfer_ar::Params<C.world_size>;
   using RowEpilogue = typename EpilogueFor<T, C>::type;
@@ -85,15 +89,16 @@ struct TwoShot {
       const Results<C> batch{rows, turn.rank(), row, results(stripes)};
       Pack sums[C.packs_per_thread];
       turn.await(batch, sums);
-      if (!turn.expired()) turn.template rearm<C.packs_per_thread>(batch);
-      epilogue.finish(row, sums);
+      epilogue.take(row, sums);
+      turn.template rearm<C.packs_per_thread>(batch);
+      epilogue.finish(row);
     }
     t.release_next_grid();
   }
 
  private:
   FAR_DEVICE static uint32_t results(const Stripes<C>& stripes) {
-    return C.world_size * stripes.owner_packs();
+    return stripes.owned() * C.world_size * kWarpSize;
   }
 
   // Each W neighbouring stripes have W owners. Ranks walk them from different starts, so that at
@@ -105,8 +110,8 @@ struct TwoShot {
       const int owner = static_cast<int>((i + turn.rank()) % C.world_size);
       const uint32_t stripe = share * C.world_size + owner;
       if (owner == turn.rank() || !stripes.has(stripe)) continue;
-      const uint32_t slot = turn.rank() * stripes.owner_packs() + stripes.pack(share);
-      turn.publish_to(owner, slot, T::positive_zeros(load(input + stripes.pack(stripe))));
+      turn.publish_to(owner, stripes.slot(share, turn.rank()),
+                      T::positive_zeros(load(input + stripes.pack(stripe))));
     }
   }
 
@@ -116,12 +121,12 @@ struct TwoShot {
     for (uint32_t share = stripes.first(); share < stripes.owned(); share += stripes.step()) {
       const uint32_t stripe = share * C.world_size + turn.rank();
       if (!stripes.has(stripe)) continue;
-      const uint32_t pack = stripes.pack(stripe);
+      const uint32_t pack = stripes.pack(stripe), slot = stripes.slot(share, 0);
       const Pack own = T::positive_zeros(load(input + pack));
-      const Pack sum = sum_over_ranks<T, /*OwnInRing=*/false>(turn, own, stripes.pack(share),
-                                                              stripes.owner_packs(), pack);
+      const Pack sum = sum_over_ranks<T, /*OwnInRing=*/false>(turn, own, slot, kWarpSize, pack);
       if (turn.expired()) return;  // and publish no NaN: peers must meet their own deadline
       turn.publish(results(stripes) + pack, T::positive_zeros(sum), /*include_own=*/true);
+      rearm_contributions</*OwnInRing=*/false>(turn, slot, kWarpSize);
     }
   }
 };

@@ -3,7 +3,7 @@
 // A type has kPerPack elements in a pack and three functions:
 //   widen(pack, floats)       to fp32, exact
 //   narrow(floats)            to the type, rounded to nearest even; every NaN becomes the same NaN
-//   positive_zeros(pack)      each element equal to -0.0 replaced by +0.0; all other bits kept
+//   positive_zeros(pack)      each element equal to -0.0 replaced by +0.0; a NaN stays some NaN
 #pragma once
 
 #include "flashinfer_ar/platform.cuh"
@@ -12,19 +12,6 @@ namespace flashinfer_ar {
 
 inline constexpr int kWordsPerPack = 4;
 inline constexpr int kPackBytes = 16;
-
-// A word of two 16-bit elements, each 0x8000 (-0.0 in fp16 and in bf16) replaced by 0.
-FAR_DEVICE uint32_t positive_zeros_x2(uint32_t word) {
-  if ((word & 0x0000ffffu) == 0x00008000u) word &= 0xffff0000u;
-  if ((word & 0xffff0000u) == 0x80000000u) word &= 0x0000ffffu;
-  return word;
-}
-
-FAR_DEVICE Pack positive_zeros_16bit(Pack pack) {
-  FAR_UNROLL
-  for (int i = 0; i < kWordsPerPack; ++i) pack.words[i] = positive_zeros_x2(pack.words[i]);
-  return pack;
-}
 
 struct Float32 {
   static constexpr int kPerPack = 4;
@@ -69,7 +56,11 @@ struct Float16 {
     return pack;
   }
 
-  FAR_DEVICE static Pack positive_zeros(const Pack& pack) { return positive_zeros_16bit(pack); }
+  FAR_DEVICE static Pack positive_zeros(Pack pack) {
+    FAR_UNROLL
+    for (int i = 0; i < kWordsPerPack; ++i) pack.words[i] = f16x2_plus_zero(pack.words[i]);
+    return pack;
+  }
 };
 
 struct BFloat16 {
@@ -92,7 +83,11 @@ struct BFloat16 {
     return pack;
   }
 
-  FAR_DEVICE static Pack positive_zeros(const Pack& pack) { return positive_zeros_16bit(pack); }
+  FAR_DEVICE static Pack positive_zeros(Pack pack) {
+    FAR_UNROLL
+    for (int i = 0; i < kWordsPerPack; ++i) pack.words[i] = bf16x2_plus_zero(pack.words[i]);
+    return pack;
+  }
 };
 
 }  // namespace flashinfer_ar

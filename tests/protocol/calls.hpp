@@ -32,10 +32,15 @@ struct Variant {
   bool rank_constant = false;  // else all ranks share one instance
 
   constexpr Config config(int rank) const {
-    return {kWorldSize,   rank_constant ? rank : kAnyRank,
-            hidden_packs, warps,
-            cluster,      packs_per_thread,
-            multicast,    epilogue};
+    return {kWorldSize,
+            rank_constant ? rank : kAnyRank,
+            hidden_packs,
+            warps,
+            cluster,
+            packs_per_thread,
+            1,
+            multicast,
+            epilogue};
   }
 };
 

@@ -40,23 +40,28 @@ Pack add(const Pack& a, const Pack& b) {
   return T::narrow(x);
 }
 
-// The tree of reduce.cuh: elements of a pack in order, a butterfly over 32 packs, groups in order.
+// The tree of reduce.cuh: elements of a pack and packs of a group by halving, groups in four chains,
+// then these by halving.
 template <typename T>
 float sum_of_squares(const Pack* row, uint32_t hidden_packs) {
-  float total = 0.0f;
+  std::array<float, 4> chains = {};
   for (uint32_t first = 0; first < hidden_packs; first += kWarpSize) {
     std::array<float, kWarpSize> sums = {};
     for (uint32_t lane = 0; lane < kWarpSize && first + lane < hidden_packs; ++lane) {
       float x[T::kPerPack];
       T::widen(row[first + lane], x);
-      for (const float value : x) sums[lane] += value * value;
+      for (float& value : x) value *= value;
+      for (int half = T::kPerPack / 2; half > 0; half /= 2) {
+        for (int i = 0; i < half; ++i) x[i] += x[i + half];
+      }
+      sums[lane] = x[0];
     }
     for (uint32_t half = kWarpSize / 2; half > 0; half /= 2) {
       for (uint32_t lane = 0; lane < half; ++lane) sums[lane] += sums[lane + half];
     }
-    total += sums[0];
+    chains[first / kWarpSize % 4] += sums[0];
   }
-  return total;
+  return (chains[0] + chains[2]) + (chains[1] + chains[3]);
 }
 
 template <typename T>

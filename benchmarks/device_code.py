@@ -1,0 +1,141 @@
+"""The benchmark's own kernels: the feeder, an empty kernel, and a copy; and how to launch them."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+from cuda.bindings import driver
+
+from benchmarks.contender import Copy, Feed
+from flashinfer_ar.driver import checked
+from flashinfer_ar.jit import nvrtc
+
+FEEDER_CTAS, FEEDER_THREADS = 132, 256
+
+_SOURCE = """
+#define WAIT asm volatile("griddepcontrol.wait;" ::: "memory")
+#define RELEASE asm volatile("griddepcontrol.launch_dependents;" ::: "memory")
+
+struct Copy {
+  const char* source;
+  long long source_pitch, offset, pitch, row_bytes, rows;
+};
+
+struct FeederParams {
+  const Copy* copies;
+  char* base;
+  const unsigned* generation_word;
+  long long generation_bytes;
+  int num_copies, shift, num_generations, reserved;
+};
+
+// One 16-byte pack a thread and turn, all copies one behind the other.
+extern "C" __global__ void feeder(const __grid_constant__ FeederParams params) {
+  WAIT;
+  const unsigned call = *reinterpret_cast<const volatile unsigned*>(params.generation_word);
+  char* generation = params.base + (call >> params.shift) % params.num_generations *
+                                       params.generation_bytes;
+  for (int i = 0; i < params.num_copies; ++i) {
+    const Copy copy = params.copies[i];
+    const unsigned row_packs = copy.row_bytes / 16, packs = row_packs * copy.rows;
+    for (unsigned p = blockIdx.x * blockDim.x + threadIdx.x; p < packs;
+         p += gridDim.x * blockDim.x) {
+      const long long row = p / row_packs, in_row = p % row_packs * 16ll;
+      *reinterpret_cast<uint4*>(generation + copy.offset + row * copy.pitch + in_row) =
+          *reinterpret_cast<const uint4*>(copy.source + row * copy.source_pitch + in_row);
+    }
+  }
+  RELEASE;
+}
+
+extern "C" __global__ void empty() {
+  WAIT;
+  RELEASE;
+}
+"""
+
+
+class _Copy(ctypes.Structure):
+    _fields_ = tuple(
+        (name, ctypes.c_int64)
+        for name in ("source", "source_pitch", "offset", "pitch", "row_bytes", "rows")
+    )
+
+
+class _FeederParams(ctypes.Structure):
+    _fields_ = (
+        ("copies", ctypes.c_uint64),
+        ("base", ctypes.c_uint64),
+        ("generation_word", ctypes.c_uint64),
+        ("generation_bytes", ctypes.c_int64),
+        ("num_copies", ctypes.c_int32),
+        ("shift", ctypes.c_int32),
+        ("num_generations", ctypes.c_int32),
+        ("reserved", ctypes.c_int32),
+    )
+
+
+class DeviceCode:
+    """The kernels above, loaded into torch's context of the current device (sm_90)."""
+
+    def __init__(self) -> None:
+        torch.zeros(1, device="cuda")  # makes the context current
+        cubin = nvrtc.build_cubin("side_by_side", _SOURCE, "sm_90a")
+        self._module = checked(driver.cuModuleLoadData, cubin.read_bytes())
+        self._feeder = checked(driver.cuModuleGetFunction, self._module, b"feeder")
+        self._empty = checked(driver.cuModuleGetFunction, self._module, b"empty")
+
+    def launch_empty(self, stream: int, ctas: int, threads: int, cluster: int) -> None:
+        """A kernel that does nothing, with PDL."""
+        _launch(self._empty, stream, ctas, threads, cluster, None)
+
+    def launch_feeder(self, stream: int, feed: StagedFeed) -> None:
+        """Write a feed into rank 0's memory."""
+        _launch(self._feeder, stream, FEEDER_CTAS, FEEDER_THREADS, 1, feed.params)
+
+
+class StagedFeed:
+    """A feed with its list of copies on the device."""
+
+    def __init__(self, feed: Feed) -> None:
+        copies = (_Copy * len(feed.copies))(*(_packed(copy) for copy in feed.copies))
+        self._copies = torch.frombuffer(bytearray(copies), dtype=torch.uint8).cuda()
+        self.params = _FeederParams(
+            copies=self._copies.data_ptr(),
+            base=feed.base,
+            generation_word=feed.generation_word,
+            generation_bytes=feed.generation_bytes,
+            num_copies=len(feed.copies),
+            shift=feed.shift,
+            num_generations=feed.num_generations,
+        )
+
+
+def _packed(copy: Copy) -> _Copy:
+    return _Copy(copy.source, copy.source_pitch, copy.offset, copy.pitch, copy.row_bytes, copy.rows)
+
+
+def _launch(
+    function: Any,
+    stream: int,
+    ctas: int,
+    threads: int,
+    cluster: int,
+    params: ctypes.Structure | None,
+) -> None:
+    config = driver.CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ = ctas, 1, 1
+    config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
+    config.hStream = stream
+    pdl, shape = driver.CUlaunchAttribute(), driver.CUlaunchAttribute()
+    ids = driver.CUlaunchAttributeID
+    pdl.id = ids.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    pdl.value.programmaticStreamSerializationAllowed = 1
+    shape.id = ids.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+    shape.value.clusterDim.x, shape.value.clusterDim.y, shape.value.clusterDim.z = cluster, 1, 1
+    config.attrs = [pdl, shape]
+    config.numAttrs = 2
+    pointers = (ctypes.c_void_p * 1)(ctypes.addressof(params) if params is not None else None)
+    checked(driver.cuLaunchKernelEx, config, function, ctypes.addressof(pointers), 0)

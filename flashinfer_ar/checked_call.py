@@ -1,0 +1,156 @@
+"""Calls that passed every check: one like them is started without asking again.
+
+Checking five tensors in Python takes longer than launching the kernel. An engine repeats itself,
+layer after layer, so a call is first compared with what passed; only what is new is checked.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from flashinfer_ar.calls import PreparedCall
+from flashinfer_ar.strategy import MNNVLAllreduceFusionStrategy
+
+_MAX_PLACES = 4096  # a model's layers times the buffers that an allocator hands out in turn
+
+
+class CheckedCall:
+    """A prepared call, and the tensors and numbers with which it passed.
+
+    ``takes`` compares all that the checks depend on: the strategy, the numbers, each tensor's
+    type, shape, layout, dtype and device, and the addresses of all tensors together, by which they
+    are aligned and apart. A "no" may be wrong (tensors that require a gradient, another mode of
+    torch than before), a "yes" never.
+    """
+
+    def __init__(
+        self,
+        prepared: PreparedCall,
+        *tensors: torch.Tensor,
+        numbers: tuple[float | None, float] = (None, 0.0),
+    ) -> None:
+        self.prepared = prepared
+        self._strategy = prepared.shape.strategy
+        self._numbers = numbers
+        self._is_like_input = _guard(tensors[0])  # all but gamma are
+        self._is_like_gamma = _guard(tensors[-1])
+        self._places = {tuple(tensor.data_ptr() for tensor in tensors)}
+
+    def merged_into(self, before: CheckedCall | None) -> CheckedCall:
+        """The call before with this one's place, if only that is new; else this call."""
+        if (
+            before is None
+            or before.prepared is not self.prepared
+            or not _are_same(before._numbers, self._numbers)
+            or len(before._places) >= _MAX_PLACES
+        ):
+            return self
+        before._places |= self._places
+        return before
+
+    def takes(
+        self,
+        strategy: MNNVLAllreduceFusionStrategy,
+        input: torch.Tensor,
+        output: torch.Tensor | None,
+    ) -> bool:
+        """Whether a plain call passes; if so, its tensors are in place."""
+        if not (
+            strategy is self._strategy
+            and self._is_like_input(input)
+            and self._is_like_input(output)
+            and output is not None
+        ):
+            return False
+        place = input.data_ptr(), output.data_ptr()
+        if place not in self._places:
+            return False
+        self.prepared.place(*place)
+        return True
+
+    def takes_fused(
+        self,
+        strategy: MNNVLAllreduceFusionStrategy,
+        input: torch.Tensor,
+        output: torch.Tensor | None,
+        residual_in: torch.Tensor,
+        residual_out: torch.Tensor | None,
+        gamma: torch.Tensor,
+        numbers: tuple[float | None, float],
+    ) -> bool:
+        """Whether a fused call passes; if so, its tensors are in place, and its numbers still."""
+        is_like_input = self._is_like_input
+        if not (
+            strategy is self._strategy
+            and is_like_input(input)
+            and is_like_input(output)
+            and is_like_input(residual_in)
+            and is_like_input(residual_out)
+            and self._is_like_gamma(gamma)
+            and output is not None
+            and residual_out is not None
+            and _are_same(numbers, self._numbers)
+        ):
+            return False
+        place = (
+            input.data_ptr(),
+            output.data_ptr(),
+            residual_in.data_ptr(),
+            residual_out.data_ptr(),
+            gamma.data_ptr(),
+        )
+        if place not in self._places:
+            return False
+        self.prepared.place(*place)
+        return True
+
+
+def _are_same(numbers: tuple[float | None, float], others: tuple[float | None, float]) -> bool:
+    """Equal and of one type: ``True == 1.0``, but only one of them is allowed."""
+    return all(
+        number is other or (type(number) is type(other) is float and number == other)
+        for number, other in zip(numbers, others, strict=True)
+    )
+
+
+def _guard(like: torch.Tensor) -> Callable[[object], bool]:
+    """Whether another object has this tensor's type, shape, strides, dtype and device."""
+    if _torch_guards_hold():
+        return _torch_guard(like)
+    return functools.partial(_has_traits, _traits(like))
+
+
+def _torch_guard(like: torch.Tensor) -> Callable[[object], bool]:
+    """What ``torch.compile`` asks before it runs what it compiled, and faster than Python can."""
+    from torch._C._dynamo.guards import TensorGuards
+
+    guards: Any = TensorGuards  # torch's own types leave out the tensors
+    check: Callable[[object], bool]
+    check = guards(like, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+    return check
+
+
+@functools.cache
+def _torch_guards_hold() -> bool:
+    """Whether this torch has guards that see every difference: they have no public name."""
+    like = torch.zeros(2, 8, dtype=torch.float16, device="cpu")
+    across = torch.zeros(8, 2, dtype=torch.float16, device="cpu").t()
+    others = (like[:1], like[0], across, like.bfloat16(), like.to("meta"), like.numpy(), None)
+    try:
+        is_like = _torch_guard(like)
+        return is_like(like.clone()) and not any(map(is_like, others))
+    except (ImportError, AttributeError, TypeError):
+        return False
+
+
+def _has_traits(traits: object, tensor: object) -> bool:
+    return isinstance(tensor, torch.Tensor) and _traits(tensor) == traits
+
+
+def _traits(tensor: torch.Tensor) -> object:
+    layout = tensor.layout, tensor.stride()
+    return type(tensor), tensor.shape, layout, tensor.dtype, tensor.device
