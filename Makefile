@@ -17,7 +17,7 @@ PIP := $(BIN)/pip install -qq --no-input --disable-pip-version-check
 MPIRUN := $(BIN)/mpirun --allow-run-as-root --oversubscribe --bind-to none
 # Tests and ranks find mpirun, torchrun and the package's own command, activated or not.
 WITH_PATH := PATH="$(CURDIR)/$(BIN):$$PATH"
-CXX_FILES = $(shell find include tests -name '*.cuh' -o -name '*.hpp' -o -name '*.cpp' -o -name '*.cu')
+CXX_FILES = $(shell find include tests benchmarks -name '*.cuh' -o -name '*.hpp' -o -name '*.cpp' -o -name '*.cu')
 
 .DEFAULT_GOAL := help
 .PHONY: help setup run test lint format clean

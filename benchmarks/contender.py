@@ -91,6 +91,7 @@ class Contender(Protocol):
     """
 
     name: str
+    tolerance: float  # of the relative error of an output; 0: bit-equal to the reference
 
     def refusal(self, shape: Shape) -> str | None:
         """Why this shape cannot run, or ``None``."""

@@ -28,24 +28,21 @@ struct FeederParams {
   char* base;
   const unsigned* generation_word;
   long long generation_bytes;
-  int num_copies, shift, num_generations, reserved;
+  int shift, num_generations;
 };
 
-// One 16-byte pack a thread and turn, all copies one behind the other.
+// One 16-byte pack a thread and turn; each copy has CTAs of its own.
 extern "C" __global__ void feeder(const __grid_constant__ FeederParams params) {
   WAIT;
   const unsigned call = *reinterpret_cast<const volatile unsigned*>(params.generation_word);
   char* generation = params.base + (call >> params.shift) % params.num_generations *
                                        params.generation_bytes;
-  for (int i = 0; i < params.num_copies; ++i) {
-    const Copy copy = params.copies[i];
-    const unsigned row_packs = copy.row_bytes / 16, packs = row_packs * copy.rows;
-    for (unsigned p = blockIdx.x * blockDim.x + threadIdx.x; p < packs;
-         p += gridDim.x * blockDim.x) {
-      const long long row = p / row_packs, in_row = p % row_packs * 16ll;
-      *reinterpret_cast<uint4*>(generation + copy.offset + row * copy.pitch + in_row) =
-          *reinterpret_cast<const uint4*>(copy.source + row * copy.source_pitch + in_row);
-    }
+  const Copy copy = params.copies[blockIdx.y];
+  const unsigned row_packs = copy.row_bytes / 16, packs = row_packs * copy.rows;
+  for (unsigned p = blockIdx.x * blockDim.x + threadIdx.x; p < packs; p += gridDim.x * blockDim.x) {
+    const long long row = p / row_packs, in_row = p % row_packs * 16ll;
+    *reinterpret_cast<uint4*>(generation + copy.offset + row * copy.pitch + in_row) =
+        *reinterpret_cast<const uint4*>(copy.source + row * copy.source_pitch + in_row);
   }
   RELEASE;
 }
@@ -70,10 +67,8 @@ class _FeederParams(ctypes.Structure):
         ("base", ctypes.c_uint64),
         ("generation_word", ctypes.c_uint64),
         ("generation_bytes", ctypes.c_int64),
-        ("num_copies", ctypes.c_int32),
         ("shift", ctypes.c_int32),
         ("num_generations", ctypes.c_int32),
-        ("reserved", ctypes.c_int32),
     )
 
 
@@ -89,25 +84,27 @@ class DeviceCode:
 
     def launch_empty(self, stream: int, ctas: int, threads: int, cluster: int) -> None:
         """A kernel that does nothing, with PDL."""
-        _launch(self._empty, stream, ctas, threads, cluster, None)
+        _launch(self._empty, stream, (ctas, 1), threads, cluster, None)
 
     def launch_feeder(self, stream: int, feed: StagedFeed) -> None:
         """Write a feed into rank 0's memory."""
-        _launch(self._feeder, stream, FEEDER_CTAS, FEEDER_THREADS, 1, feed.params)
+        grid = -(-FEEDER_CTAS // feed.num_copies), feed.num_copies
+        _launch(self._feeder, stream, grid, FEEDER_THREADS, 1, feed.params)
 
 
 class StagedFeed:
     """A feed with its list of copies on the device."""
 
     def __init__(self, feed: Feed) -> None:
-        copies = (_Copy * len(feed.copies))(*(_packed(copy) for copy in feed.copies))
+        packed = [_packed(copy) for copy in feed.copies] or [_Copy(row_bytes=16)]  # of no rows
+        self.num_copies = len(packed)
+        copies = (_Copy * self.num_copies)(*packed)
         self._copies = torch.frombuffer(bytearray(copies), dtype=torch.uint8).cuda()
         self.params = _FeederParams(
             copies=self._copies.data_ptr(),
             base=feed.base,
             generation_word=feed.generation_word,
             generation_bytes=feed.generation_bytes,
-            num_copies=len(feed.copies),
             shift=feed.shift,
             num_generations=feed.num_generations,
         )
@@ -120,13 +117,13 @@ def _packed(copy: Copy) -> _Copy:
 def _launch(
     function: Any,
     stream: int,
-    ctas: int,
+    grid: tuple[int, int],
     threads: int,
     cluster: int,
     params: ctypes.Structure | None,
 ) -> None:
     config = driver.CUlaunchConfig()
-    config.gridDimX, config.gridDimY, config.gridDimZ = ctas, 1, 1
+    config.gridDimX, config.gridDimY, config.gridDimZ = *grid, 1
     config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
     config.hStream = stream
     pdl, shape = driver.CUlaunchAttribute(), driver.CUlaunchAttribute()

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+from cuda.bindings import driver
 
 import flashinfer_ar as far
 from benchmarks.contender import Copy, Feed, Room, Shape, Tensors
+from benchmarks.device_code import DeviceCode
 from benchmarks.edited_headers import edited_headers
+from benchmarks.results import EMPTY, OURS
 from flashinfer_ar import plan
-from flashinfer_ar.calls import Calls, CallShape, Settings
+from flashinfer_ar.calls import Calls, CallShape, PreparedCall, Settings
 from flashinfer_ar.jit import DType, Epilogue
 from flashinfer_ar.launch import substrate_of
 from flashinfer_ar.strategy import MNNVLAllreduceFusionStrategy as Strategy
@@ -30,10 +34,16 @@ def _strategy(shape: Shape) -> Strategy:
     return Strategy.TWOSHOT if shape.two_shot else Strategy.ONESHOT
 
 
+def _call_shape(shape: Shape) -> CallShape:
+    epilogue = Epilogue.ADD_RMS_NORM if shape.fused else Epilogue.NONE
+    return CallShape(shape.num_tokens, shape.hidden, DType.BFLOAT16, epilogue, _strategy(shape))
+
+
 class OursVirtual:
     """All ranks on one device, unicast, through the public API."""
 
-    name = "flashinfer_ar"
+    name = OURS
+    tolerance = 0.0
 
     def __init__(self, world_size: int, hidden: int, max_tokens: int, one_shot_tokens: int) -> None:
         size = max(
@@ -81,6 +91,12 @@ class OursVirtual:
             strategy,
         )
 
+    def prepared(self, shape: Shape) -> PreparedCall:
+        """Rank 0's call."""
+        call = self._workspaces[0].prepare(_call_shape(shape))
+        assert call is not None  # there is a token
+        return call
+
     def close(self) -> None:
         for workspace in self._workspaces:
             workspace.close()
@@ -108,7 +124,8 @@ class OursFed:
     several devices; ``multicast=False`` has the unicast stores instead, unedited.
     """
 
-    name = "flashinfer_ar"
+    name = OURS
+    tolerance = 0.0
 
     def __init__(
         self,
@@ -137,7 +154,7 @@ class OursFed:
             timeout_ns=2_000_000_000,
         )
         self._calls = Calls(settings, self._substrate, self._memory)
-        self._prepared: dict[Shape, Any] = {}
+        self._prepared: dict[Shape, PreparedCall] = {}
 
     def refusal(self, shape: Shape) -> str | None:
         del shape
@@ -147,16 +164,12 @@ class OursFed:
         del shape
         return Room(ctas=1, held=1)
 
-    def prepared(self, shape: Shape) -> Any:
+    def prepared(self, shape: Shape) -> PreparedCall:
         """The call, whose kernel is built from the edited headers at first use."""
         if shape not in self._prepared:
-            epilogue = Epilogue.ADD_RMS_NORM if shape.fused else Epilogue.NONE
-            size = shape.num_tokens, shape.hidden
             replaced = edited_headers(_HEADER, _MULTICAST_STORE, _ORDINARY_STORE)
             with replaced if self._memory.multicast else contextlib.nullcontext():
-                self._prepared[shape] = self._calls.prepare(
-                    CallShape(*size, DType.BFLOAT16, epilogue, _strategy(shape))
-                )
+                self._prepared[shape] = self._calls.prepare(_call_shape(shape))
         return self._prepared[shape]
 
     def launch(self, shape: Shape, rank: int, tensors: Tensors, stream: int) -> None:
@@ -190,6 +203,40 @@ class OursFed:
 
     def close(self) -> None:
         self._substrate.close()
+
+
+class EmptyKernel:
+    """What any kernel costs that is launched like ours: the same grid and attributes, no work."""
+
+    name = EMPTY
+    tolerance = math.inf
+
+    def __init__(self, ours: OursVirtual | OursFed, code: DeviceCode) -> None:
+        self._ours, self._code = ours, code
+
+    def refusal(self, shape: Shape) -> str | None:
+        del shape
+        return None
+
+    def room(self, shape: Shape) -> Room:
+        return self._ours.room(shape)
+
+    def launch(self, shape: Shape, rank: int, tensors: Tensors, stream: int) -> None:
+        del rank, tensors
+        config = self._ours.prepared(shape)._launch._configs[1]
+        cluster = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+        sizes = [each.value.clusterDim.x for each in config.attrs if each.id == cluster]
+        self._code.launch_empty(stream, config.gridDimX, config.blockDimX, max(sizes, default=1))
+
+    def feed(self, shape: Shape, inputs: Sequence[int], total: int) -> Feed:
+        """Nothing: the feeder finds no copy to make."""
+        del shape, total
+        return Feed(
+            base=0, generation_word=inputs[0], shift=0, num_generations=1, generation_bytes=0
+        )
+
+    def close(self) -> None:
+        pass
 
 
 def _two_shot_copies(world_size: int, size: int, inputs: Sequence[int], total: int) -> list[Copy]:

@@ -9,22 +9,25 @@ Two harnesses, neither of which has a link:
   memory: FlashInfer's kernel is unmodified, and in ours the one ``multimem.st`` is an ordinary
   store of the same width.
 
-Ratios between contenders of one run mean something; microseconds say nothing about NVLink.
+Ratios between contenders of one run mean something; microseconds say nothing about NVLink. Beside
+the contenders runs an empty kernel with the grid and launch attributes of ours.
 
     python -m benchmarks.side_by_side --out build/side_by_side
+
+writes results.json, report.md and plots there. The peers' headers come from the installed package
+flashinfer-python (``pip install '.[bench]'``), and nvcc builds them.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
 import itertools
-import json
+import math
 import os
-import statistics
+import shlex
 import sys
-import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,39 +40,19 @@ from rich.progress import Progress
 from benchmarks.contender import Contender, Shape, Tensors
 from benchmarks.device_code import DeviceCode, StagedFeed
 from benchmarks.edited_headers import time_limit
-from benchmarks.ours import EPSILON, OursFed, OursVirtual
+from benchmarks.ours import EPSILON, EmptyKernel, OursFed, OursVirtual
 from benchmarks.peers import FlashInferMnnvl, TensorRtLlm, VllmCustom, build
+from benchmarks.results import ROWS, LeftOut, Results, Timing, plot, report
 from flashinfer_ar import reference
+from flashinfer_ar.doctor import nvml
+from flashinfer_ar.jit.cache import header_digest
 
-OURS = OursVirtual.name
 PEERS = {"flashinfer_mnnvl": FlashInferMnnvl, "trtllm": TensorRtLlm, "vllm": VllmCustom}
 NUM_LEADING, NUM_MEASURED = 10, 40
 NUM_WARMUP_ROUNDS = 2
 SETUP_LIMIT_S, CELL_LIMIT_S = 240.0, 30.0
 ONE_SHOT_TOKENS = (1, 4, 16, 32, 128)
 TWO_SHOT_TOKENS = (8, 32, 128, 512)  # 64 KiB to 8 MiB a rank at hidden 4096 to 8192
-
-
-@dataclass(frozen=True)
-class Timing:
-    """Microseconds a call of one contender on one shape."""
-
-    harness: str
-    contender: str
-    shape: Shape
-    median: float
-    p5: float
-    p95: float
-
-
-@dataclass(frozen=True)
-class LeftOut:
-    """A cell that was not measured, and why."""
-
-    harness: str
-    contender: str
-    shape: Shape
-    reason: str
 
 
 # ---- Data ---------------------------------------------------------------------------------------
@@ -123,8 +106,10 @@ class Data:
 
 def check(contender: Contender, data: Data, ranks: Sequence[int]) -> None:
     """Ours must equal the reference bit for bit, a peer within what its arithmetic explains."""
+    if contender.tolerance == math.inf:
+        return  # it computes nothing
     error = data.worst_error(ranks)
-    tolerance = getattr(contender, "tolerance", 0.0)
+    tolerance = contender.tolerance
     right = error <= tolerance if tolerance else data.is_exact(ranks)
     if not right:
         raise SystemExit(
@@ -253,12 +238,7 @@ def measure_cells(
                 times[name].append(took)
     for cell in cells.values():
         cell.finish()
-    return [_timing(harness, name, shape, taken) for name, taken in times.items()]
-
-
-def _timing(harness: str, name: str, shape: Shape, taken: Sequence[float]) -> Timing:
-    steps = statistics.quantiles(taken, n=20, method="inclusive")
-    return Timing(harness, name, shape, statistics.median(taken), steps[0], steps[-1])
+    return [Timing.of(harness, name, shape, taken) for name, taken in times.items()]
 
 
 def make_contenders(
@@ -285,7 +265,7 @@ def shapes_of(world_size: int, hidden: int, rows: Sequence[str]) -> Iterator[Sha
 def cells_of(
     harness: str, shape: Shape, contenders: Sequence[Contender], code: DeviceCode, streams: Any
 ) -> tuple[dict[str, Any], list[LeftOut]]:
-    """What can be measured, and what cannot."""
+    """What can be measured, and what cannot; ours is the first contender."""
     cells, left_out = {}, []
     for contender in contenders:
         reason = contender.refusal(shape)
@@ -306,10 +286,38 @@ def cells_of(
             cells[contender.name] = VirtualCell(contender, data, streams)
         else:
             cells[contender.name] = FeederCell(contender, data, code, streams[0])
+    empty = EmptyKernel(contenders[0], code)
+    if harness == "virtual":
+        cells[empty.name] = VirtualCell(empty, data, streams)
+    else:
+        cells[empty.name] = FeederCell(empty, data, code, streams[0])
     return cells, left_out
 
 
-ROWS = ("one-shot plain", "one-shot fused", "two-shot plain", "two-shot fused")
+def machine(arguments: Sequence[str]) -> dict[str, Any]:
+    """Where, when, with what and by which command."""
+    return {
+        "device": torch.cuda.get_device_name(),
+        "driver": nvml.driver_version(),
+        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+        "torch": torch.__version__,
+        "kernels": header_digest()[:12],
+        "copy rate": f"{copy_rate_gb_s():.0f} GB/s read and written, 1 GiB by cudaMemcpyAsync",
+        "command": shlex.join(["python", "-m", "benchmarks.side_by_side", *arguments]),
+    }
+
+
+def copy_rate_gb_s() -> float:
+    """Bytes read and written a second by a large copy in the device's memory."""
+    source, target = (torch.zeros(1 << 30, dtype=torch.uint8, device="cuda") for _ in range(2))
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    target.copy_(source)
+    start.record()
+    for _ in range(5):
+        target.copy_(source)
+    end.record()
+    torch.cuda.synchronize()
+    return 5 * 2 * source.numel() / start.elapsed_time(end) / 1e6
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -331,14 +339,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     os.environ.setdefault("FLASHINFER_AR_TIMEOUT_S", "10")
     chosen.out.mkdir(parents=True, exist_ok=True)
-    results: list[Timing | LeftOut] = []
+    results = Results(machine(sys.argv[1:] if arguments is None else arguments))
     groups = list(itertools.product(chosen.harnesses, chosen.world_sizes, chosen.hidden))
     num_shapes = len(list(shapes_of(2, 2, chosen.rows)))
     libraries = {} if chosen.no_peers else build.libraries()
     code = DeviceCode()
     streams = [torch.cuda.Stream() for _ in range(max(chosen.world_sizes))]
     console = Console(stderr=True)
-    start = time.monotonic()
     with Progress(console=console, disable=not console.is_terminal) as progress:
         task = progress.add_task("cells", total=len(groups) * num_shapes)
         for harness, world_size, hidden in groups:
@@ -348,24 +355,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for shape in shapes_of(world_size, hidden, chosen.rows):
                 with time_limit(CELL_LIMIT_S):
                     cells, left_out = cells_of(harness, shape, contenders, code, streams)
-                    results += left_out
-                    results += measure_cells(harness, shape, cells, chosen.rounds)
+                    results.left_out += left_out
+                    results.timings += measure_cells(harness, shape, cells, chosen.rounds)
                 progress.advance(task)
             for contender in contenders:
                 contender.close()
-    (chosen.out / "results.json").write_text(
-        json.dumps([asdict(result) for result in results], indent=1)
-    )
-    for result in results:
-        if isinstance(result, Timing):
-            s = result.shape
-            print(
-                f"{result.harness:8} {result.contender:14} W{s.world_size} H{s.hidden} "
-                f"T{s.num_tokens:<4}{'two' if s.two_shot else 'one'}-shot "
-                f"{'fused' if s.fused else 'plain'} {result.median:7.2f} "
-                f"{result.p5:7.2f} {result.p95:7.2f}"
-            )
-    print(f"{time.monotonic() - start:.0f} s")
+            results.write(chosen.out / "results.json")
+    text = report(results)
+    (chosen.out / "report.md").write_text(text)
+    print(text)
+    for path in plot(results, chosen.out):
+        print(path)
     return 0
 
 

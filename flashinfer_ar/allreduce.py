@@ -46,10 +46,13 @@ def trtllm_mnnvl_allreduce(
 
     Name and argument order are FlashInfer's.
     """
-    last = _last(workspace, "last_plain", launch_with_pdl)
-    if last is not None and last.takes(strategy, input, output):
-        assert output is not None  # it was taken
-        last.prepared.start(launch_with_pdl)
+    last: CheckedCall | None = getattr(workspace, "last_plain", None)
+    if (
+        last is not None
+        and output is not None
+        and last.takes(input, launch_with_pdl, output, strategy)
+    ):
+        last.start(launch_with_pdl)
         return output
     output = arguments.check_plain(input, workspace, launch_with_pdl, output, strategy)
     call = workspace.prepare(_shape(input, Epilogue.NONE, strategy))
@@ -96,14 +99,26 @@ def trtllm_mnnvl_fused_allreduce_add_rmsnorm(
 
     Raises as :func:`trtllm_mnnvl_allreduce`. Name and argument order are FlashInfer's.
     """
-    numbers = epsilon, weight_bias
-    last = _last(workspace, "last_fused", launch_with_pdl)
-    if last is not None and last.takes_fused(
-        strategy, input, output, residual_in, residual_out, gamma, numbers
+    last: CheckedCall | None = getattr(workspace, "last_fused", None)
+    if (
+        last is not None
+        and output is not None
+        and residual_out is not None
+        and last.takes_fused(
+            input,
+            residual_in,
+            gamma,
+            epsilon,
+            output,
+            residual_out,
+            launch_with_pdl,
+            strategy,
+            weight_bias,
+        )
     ):
-        assert output is not None and residual_out is not None  # they were taken
-        last.prepared.start(launch_with_pdl)
+        last.start(launch_with_pdl)
         return output, residual_out
+    numbers = epsilon, weight_bias
     output, residual_out, epsilon, weight_bias = arguments.check_fused(
         input,
         residual_in,
@@ -132,13 +147,3 @@ def _shape(
 ) -> CallShape:
     num_tokens, hidden_size = input.shape
     return CallShape(num_tokens, hidden_size, DTYPES[input.dtype], epilogue, strategy)
-
-
-def _last(workspace: object, name: str, launch_with_pdl: object) -> CheckedCall | None:
-    """The last call that passed, if the arguments that every call has to check anew are right."""
-    if not isinstance(workspace, MNNVLAllReduceFusionWorkspace):
-        return None
-    if launch_with_pdl is not True and launch_with_pdl is not False:
-        return None
-    last: CheckedCall | None = getattr(workspace, name)
-    return last

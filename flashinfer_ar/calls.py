@@ -186,9 +186,12 @@ class Calls:
             shape.num_tokens * self._settings.ranks_on_device,
         )
         rows = plan.num_rows(spec.geometry, shape.epilogue, shape.num_tokens, shape.hidden_packs)
-        num_ctas = min(rows, self._max_clusters(spec)) * spec.geometry.cluster
+        num_clusters = min(rows, self._max_clusters(spec))
+        num_ctas = num_clusters * spec.geometry.cluster
         params = self._params(shape)
-        launch = self._load(spec).prepare(params, num_ctas)
+        launched = spec.target, spec.geometry, self._settings.ranks_on_device, num_clusters
+        params.release_early = plan.releases_early(*launched)
+        launch = self._load(spec).prepare(params, num_ctas, plan.may_start_early(*launched))
         record = self._substrate.timeout_record
         return PreparedCall(shape, kind, params, launch, record, self.raise_on_timeout)
 

@@ -50,7 +50,7 @@ class Instances:
             hidden_size=hidden_size if compiled else None,
             epilogue=epilogue,
             geometry=plan.geometry(
-                self.target, epilogue, hidden_packs, self.world_size, tokens_on_device
+                self.target, kind, epilogue, hidden_packs, self.world_size, tokens_on_device
             ),
             target=self.target,
             multicast=self.multicast,

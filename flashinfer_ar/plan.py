@@ -34,6 +34,7 @@ def max_hidden_size(dtype: DType) -> int:
 
 def geometry(
     target: str,
+    kind: KernelKind,
     epilogue: Epilogue,
     hidden_packs: int | None,
     world_size: int,
@@ -46,11 +47,11 @@ def geometry(
     if target == HOST_TARGET:
         return _host_geometry(epilogue, hidden_packs)
     if epilogue is Epilogue.NONE:
-        return _tile_geometry(world_size)
+        return _tile_geometry(kind, world_size)
     if hidden_packs is None:
         return _GENERIC_CUDA
     wide = _wide_geometry(hidden_packs, world_size)
-    room = _NUM_SMS[target][wide.cluster] * wide.ctas_per_sm
+    room = _room(target, wide)
     few = tokens_on_device * wide.cluster <= min(room, _NUM_SMS[target][1])
     return wide if few or world_size > _MANY_RANKS else _dense_geometry(hidden_packs, world_size)
 
@@ -63,10 +64,13 @@ def _host_geometry(epilogue: Epilogue, hidden_packs: int | None) -> Geometry:
     return Geometry(warps=1, cluster=1, packs_per_thread=1 << (packs_per_lane - 1).bit_length())
 
 
-def _tile_geometry(world_size: int) -> Geometry:
-    """Full SMs, as far as the registers that more ranks need allow."""
-    ctas_per_sm = 8 if world_size <= 8 else 4 if world_size <= _MANY_RANKS else 2
-    return Geometry(4, 1, 1, ctas_per_sm)
+def _tile_geometry(kind: KernelKind, world_size: int) -> Geometry:
+    """As many CTAs an SM as the registers for a batch of slots allow."""
+    if world_size > _MANY_RANKS:
+        return Geometry(4, 1, 1, ctas_per_sm=2)
+    if kind is KernelKind.TWOSHOT:
+        return Geometry(4, 1, 2, ctas_per_sm=4)
+    return Geometry(4, 1, 1, ctas_per_sm=8 if world_size <= 8 else 4)
 
 
 def _wide_geometry(hidden_packs: int, world_size: int) -> Geometry:
@@ -97,8 +101,36 @@ def max_clusters(target: str, shape: Geometry, ranks_on_device: int, max_ctas: i
 
     ``max_ctas`` (``FLASHINFER_AR_MAX_CTAS``) replaces the table's cap on the CTAs of one rank.
     """
-    room = _NUM_SMS[target][shape.cluster] * shape.ctas_per_sm // ranks_on_device
+    room = _room(target, shape)
+    if ranks_on_device > 1:
+        room = room * 3 // 4 // ranks_on_device  # may_start_early says why
     return max((max_ctas or room) // shape.cluster, 1)
+
+
+def releases_early(target: str, shape: Geometry, ranks_on_device: int, num_clusters: int) -> bool:
+    """Whether a grid lets the next one start as soon as its own data is on its way (PDL).
+
+    That hides the next launch, up to 1.2 us. A grid that fills more of the device than a quarter
+    keeps the next one's CTAs from spreading evenly, which costs more (docs/performance.md).
+    """
+    used = num_clusters * shape.cluster * ranks_on_device
+    return 4 * used <= _room(target, shape)
+
+
+def may_start_early(target: str, shape: Geometry, ranks_on_device: int, num_clusters: int) -> bool:
+    """Whether a launch may start before the one before it has ended.
+
+    Ranks that share a device wait for each other's grids there, and grids that started early hold
+    room while they wait for those before them. The grids that these follow hold a quarter of the
+    room at most, else they would not have let them start: three quarters are for all ranks' next.
+    """
+    used = num_clusters * shape.cluster * ranks_on_device
+    return ranks_on_device == 1 or 4 * used <= 3 * _room(target, shape)
+
+
+def _room(target: str, shape: Geometry) -> int:
+    """CTAs that the device holds at once."""
+    return _NUM_SMS[target][shape.cluster] * shape.ctas_per_sm
 
 
 def num_rows(shape: Geometry, epilogue: Epilogue, num_tokens: int, hidden_packs: int) -> int:

@@ -53,6 +53,7 @@ class Params(ctypes.Structure):
     epsilon: float
     weight_bias: float
     call: int
+    release_early: int
 
 
 @functools.cache
@@ -78,6 +79,7 @@ def params_type(world_size: int) -> type[Params]:
             ("epsilon", ctypes.c_float),
             ("weight_bias", ctypes.c_float),
             ("call", ctypes.c_uint32),
+            ("release_early", ctypes.c_uint32),
         )
 
     return SizedParams

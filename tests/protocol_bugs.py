@@ -63,15 +63,15 @@ BUGS = {
         (
             Edit(
                 "twoshot.cuh",
-                "T::positive_zeros(load(input + stripes.pack(stripe)))",
-                "load(input + stripes.pack(stripe))",
+                "T::positive_zeros(packs[k])",
+                "packs[k]",
             ),
         ),
         finding="hang",
     ),
     # Without flushing, no sum is -0.0: it starts at +0.0.
     "-0.0 sent by owners": Bug(
-        (Edit("twoshot.cuh", "T::positive_zeros(sum)", "sum"),), ("flush",), finding="hang"
+        (Edit("twoshot.cuh", "T::positive_zeros(sums[k])", "sums[k]"),), ("flush",), finding="hang"
     ),
     "no re-arm": Bug((Edit("lamport.cuh", "store_own_relaxed_system(ring +", "(void)(ring +"),)),
     "the other generation re-armed": Bug(
@@ -92,7 +92,7 @@ BUGS = {
     "own multicast slot left alone": Bug(
         (
             Edit("oneshot.cuh", "sum_over_ranks<T, C.multicast>", "sum_over_ranks<T, false>"),
-            Edit("oneshot.cuh", "rearm_contributions<C.multicast>", "rearm_contributions<false>"),
+            Edit("oneshot.cuh", "packs_per_thread, C.multicast>", "packs_per_thread, false>"),
         )
     ),
     "own multicast slot re-armed, not awaited": Bug(
@@ -101,10 +101,10 @@ BUGS = {
                 "reduce.cuh",
                 "turn.await(batch, values);",
                 """\
-turn.await(Contributions<C, false>{turn, first, slot, stride, pack}, values);
-    for (int i = 0; i < kBatch; ++i) {
-      if (first + i == turn.rank()) values[i] = own;
-    }""",
+turn.await(Contributions<C, false, Place>{turn, place, first_pack, first_rank}, values);
+      for (int i = 0; i < kPacks * kRanks; ++i) {
+        if (batch.source(i) == turn.rank()) values[i] = own[batch.k(i)];
+      }""",
             ),
         )
     ),
@@ -118,13 +118,11 @@ turn.await(Contributions<C, false>{turn, first, slot, stride, pack}, values);
         )
     ),
     "epoch total short": Bug(
-        (Edit("lamport.cuh", "kCallsUnit - (warps - 1)", "kCallsUnit - warps"),)
+        (Edit("lamport.cuh", "kCallsUnit - (ctas - 1)", "kCallsUnit - ctas"),)
     ),
-    "epoch total of one CTA": Bug(
-        (Edit("lamport.cuh", "kCallsUnit - (warps - 1)", "kCallsUnit - (C.warps - 1)"),)
-    ),
-    "epoch advanced by lane 0 alone": Bug(
-        (Edit("lamport.cuh", "thread_.sync_warp();  // every lane has read the epoch", ""),)
+    "epoch total of one CTA": Bug((Edit("lamport.cuh", "kCallsUnit - (ctas - 1)", "kCallsUnit"),)),
+    "epoch advanced before other threads read it": Bug(
+        (Edit("lamport.cuh", "thread_.gather_warps(C.warps);  // every", "//"),)
     ),
     "one exchange table": Bug(
         (

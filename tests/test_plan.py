@@ -15,6 +15,7 @@ WORLD_SIZES = (1, 2, 3, 4, 5, 8, 12, 36, 71, 72)
 NUM_PACKS = (1, 2, 31, 32, 33, 63, 64, 96, 97, 1000, 4096, 12345)
 
 each_target = pytest.mark.parametrize("target", TARGETS)
+each_kind = pytest.mark.parametrize("kind", KernelKind)
 each_width = pytest.mark.parametrize("world_size", [2, 8, 16, 72])
 each_load = pytest.mark.parametrize("tokens", [1, plan.MANY_TOKENS], ids=["few", "many"])
 
@@ -24,8 +25,9 @@ each_load = pytest.mark.parametrize("tokens", [1, plan.MANY_TOKENS], ids=["few",
 @each_width
 @each_load
 @pytest.mark.parametrize("hidden_packs", [None, *HIDDEN_PACKS])
-def test_a_row_fits_its_cluster(target, epilogue, hidden_packs, world_size, tokens):
-    shape = plan.geometry(target, epilogue, hidden_packs, world_size, tokens)
+@each_kind
+def test_a_row_fits_its_cluster(target, kind, epilogue, hidden_packs, world_size, tokens):
+    shape = plan.geometry(target, kind, epilogue, hidden_packs, world_size, tokens)
     assert 32 <= shape.threads <= 1024
     assert shape.cluster in (1, 2, 4, 8)
     assert shape.packs_per_thread >= 1
@@ -39,7 +41,9 @@ def test_a_row_fits_its_cluster(target, epilogue, hidden_packs, world_size, toke
 @pytest.mark.parametrize("hidden_packs", HIDDEN_PACKS)
 def test_no_cta_of_a_token_idles(target, hidden_packs, world_size, tokens):
     """Each CTA of the cluster holds a part of the token, else it would only cost."""
-    shape = plan.geometry(target, Epilogue.ADD_RMS_NORM, hidden_packs, world_size, tokens)
+    shape = plan.geometry(
+        target, KernelKind.ONESHOT, Epilogue.ADD_RMS_NORM, hidden_packs, world_size, tokens
+    )
     assert (shape.cluster - 1) * shape.packs_per_thread * shape.threads < hidden_packs
     assert shape.packs_per_thread <= 2
 
@@ -49,29 +53,37 @@ def test_no_cta_of_a_token_idles(target, hidden_packs, world_size, tokens):
 @pytest.mark.parametrize("target", SUPPORTED_TARGETS)
 @pytest.mark.parametrize("hidden_packs", [None, *HIDDEN_PACKS])
 @pytest.mark.parametrize("epilogue", Epilogue)
-def test_ctas_that_share_an_sm_leave_registers(target, epilogue, hidden_packs, world_size, tokens):
+@each_kind
+def test_ctas_that_share_an_sm_leave_registers(
+    target, kind, epilogue, hidden_packs, world_size, tokens
+):
     """64 at least for up to eight ranks, and 128 for more: fewer would spill (test_compile.py)."""
-    shape = plan.geometry(target, epilogue, hidden_packs, world_size, tokens)
+    shape = plan.geometry(target, kind, epilogue, hidden_packs, world_size, tokens)
     registers = 65536 // (shape.threads * shape.ctas_per_sm)
-    assert registers >= (64 if world_size <= 8 else 128)
+    two_shot = kind is KernelKind.TWOSHOT
+    assert registers >= (64 if world_size <= 8 and not two_shot else 128)
 
 
 @pytest.mark.parametrize("target", SUPPORTED_TARGETS)
 def test_few_tokens_are_spread_and_many_are_not(target):
     few, many = (
-        plan.geometry(target, Epilogue.ADD_RMS_NORM, 896, 8, tokens)
+        plan.geometry(target, KernelKind.ONESHOT, Epilogue.ADD_RMS_NORM, 896, 8, tokens)
         for tokens in (1, plan.MANY_TOKENS)
     )
     assert few.cluster > many.cluster
     borders = [
-        plan.geometry(target, Epilogue.ADD_RMS_NORM, 896, 8, tokens) for tokens in range(1, 200)
+        plan.geometry(target, KernelKind.ONESHOT, Epilogue.ADD_RMS_NORM, 896, 8, tokens)
+        for tokens in range(1, 200)
     ]
     assert borders == sorted(borders, key=lambda shape: shape == many)
     assert plan.max_clusters(target, few, 1, None) >= borders.index(many)  # one row a cluster
 
 
 def test_larger_tokens_get_no_fewer_threads():
-    shapes = [plan.geometry("sm_90a", Epilogue.ADD_RMS_NORM, packs, 8) for packs in HIDDEN_PACKS]
+    shapes = [
+        plan.geometry("sm_90a", KernelKind.ONESHOT, Epilogue.ADD_RMS_NORM, packs, 8)
+        for packs in HIDDEN_PACKS
+    ]
     assert [shape.cluster for shape in shapes] == sorted(shape.cluster for shape in shapes)
     capacities = [shape.row_packs for shape in shapes]
     assert capacities == sorted(capacities)
@@ -79,7 +91,8 @@ def test_larger_tokens_get_no_fewer_threads():
 
 def test_the_host_builds_few_kernels():
     geometries = {
-        plan.geometry(HOST_TARGET, Epilogue.ADD_RMS_NORM, packs, 2) for packs in range(1, 8193)
+        plan.geometry(HOST_TARGET, KernelKind.ONESHOT, Epilogue.ADD_RMS_NORM, packs, 2)
+        for packs in range(1, 8193)
     }
     assert len(geometries) == 9
     assert {shape.cluster for shape in geometries} == {1}
@@ -89,8 +102,14 @@ def test_the_host_builds_few_kernels():
 def test_the_largest_hidden_size_has_a_geometry(dtype):
     packs = plan.max_hidden_size(dtype) // dtype.per_pack
     for target in TARGETS:
-        assert plan.geometry(target, Epilogue.ADD_RMS_NORM, packs, 2).row_packs >= packs
-        assert plan.geometry(target, Epilogue.ADD_RMS_NORM, None, 2).row_packs >= packs
+        assert (
+            plan.geometry(target, KernelKind.ONESHOT, Epilogue.ADD_RMS_NORM, packs, 2).row_packs
+            >= packs
+        )
+        assert (
+            plan.geometry(target, KernelKind.ONESHOT, Epilogue.ADD_RMS_NORM, None, 2).row_packs
+            >= packs
+        )
 
 
 # Grids
@@ -106,6 +125,24 @@ def test_ranks_on_one_device_share_its_room(target, ranks_on_device):
         assert 1 <= shared <= alone
         # A cluster must not be cut, and one is the least.
         assert shared == 1 or shared * cluster * ranks_on_device <= 2 * num_sms
+
+
+@each_target
+@pytest.mark.parametrize("ranks_on_device", [1, 2, 3, 8, 72])
+def test_grids_that_start_early_have_room_beside_those_they_follow(target, ranks_on_device):
+    """Else a rank's first grid could find no room, and the others' grids wait for it for ever."""
+    for cluster, num_sms in plan._NUM_SMS[target].items():
+        shape = Geometry(4, cluster, 1, ctas_per_sm=2)
+        largest = plan.max_clusters(target, shape, ranks_on_device, None)
+        sizes = range(1, largest + 40)
+        released = [n for n in sizes if plan.releases_early(target, shape, ranks_on_device, n)]
+        early = [n for n in sizes if plan.may_start_early(target, shape, ranks_on_device, n)]
+        if ranks_on_device == 1:
+            assert early == list(sizes)
+        elif early:
+            most = max(early) + max(released, default=0)
+            assert most * cluster * ranks_on_device <= 2 * num_sms
+            assert largest in early
 
 
 @pytest.mark.parametrize(

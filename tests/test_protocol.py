@@ -114,7 +114,7 @@ def adversary(
     return pytest.param(Build("fibers", world_size, edits), options, id=name)
 
 
-SMALL_BATCHES = (Edit("reduce.cuh", "kMaxRanksPerBatch = 8", "kMaxRanksPerBatch = 2"),)
+SMALL_BATCHES = (Edit("reduce.cuh", "kMaxSlotsPerBatch = 8", "kMaxSlotsPerBatch = 2"),)
 
 
 @pytest.mark.parametrize(

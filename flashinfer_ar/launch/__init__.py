@@ -29,8 +29,11 @@ class PreparedLaunch(Protocol):
 class LoadedKernel(Protocol):
     """A kernel in memory, ready to be launched."""
 
-    def prepare(self, params: Params, num_ctas: int) -> PreparedLaunch:
-        """A launch that takes what ``params`` holds when it starts."""
+    def prepare(self, params: Params, num_ctas: int, may_start_early: bool) -> PreparedLaunch:
+        """A launch that takes what ``params`` holds when it starts.
+
+        ``may_start_early``: whether ``launch_with_pdl`` has an effect.
+        """
         ...
 
     def max_resident_clusters(self) -> int:

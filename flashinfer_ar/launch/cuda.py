@@ -18,7 +18,7 @@ from flashinfer_ar.errors import CudaError
 from flashinfer_ar.jit import KernelSpec, build, build_all
 from flashinfer_ar.jit.nvrtc import target_of_device
 from flashinfer_ar.jit.params import Control, Params, TimeoutRecord
-from flashinfer_ar.launch.streams import StreamOrder
+from flashinfer_ar.launch.streams import StreamOrder, is_capturing
 from flashinfer_ar.memory import SymmetricMemory
 from flashinfer_ar.memory.cuda_device import CudaDevice
 from flashinfer_ar.memory.cuda_local import CudaLocalMemory
@@ -42,12 +42,15 @@ class CudaLaunch:
     ``start`` is on every call's path: it sets nothing that the launch before has set already.
     """
 
-    def __init__(self, kernel: CudaKernel, params: Params, num_ctas: int) -> None:
+    def __init__(
+        self, kernel: CudaKernel, params: Params, num_ctas: int, may_start_early: bool
+    ) -> None:
         self._function = kernel.function
         self._device_index = kernel.device_index
         self._context = kernel.context
         self._order = kernel.order
-        self._configs = (kernel.config(num_ctas), kernel.config(num_ctas, launch_with_pdl=True))
+        with_pdl = kernel.config(num_ctas, launch_with_pdl=may_start_early)
+        self._configs = (kernel.config(num_ctas), with_pdl)
         self._streams = [0, 0]  # of the two configurations
         # One argument: an array of one pointer, to the parameter block, which the driver copies.
         self._arguments = (ctypes.c_void_p * 1)(ctypes.addressof(params))
@@ -55,20 +58,29 @@ class CudaLaunch:
 
     def start(self, launch_with_pdl: bool) -> None:
         """Enqueue the kernel on torch's current stream of the device."""
-        # Another thread, or a library, may have left another device's context here, or none.
-        if driver.cuCtxGetCurrent()[1] == self._context:
+        try:
+            return self._enqueue(launch_with_pdl)
+        except CudaError:
+            # Another thread, or a library, may have left another device's context here, or none.
+            # Asking first would cost every call as much as its own checks.
+            pass
+        with current_context(self._context):
             self._enqueue(launch_with_pdl)
-        else:
-            with current_context(self._context):
-                self._enqueue(launch_with_pdl)
 
     def _enqueue(self, launch_with_pdl: bool) -> None:
         stream = torch._C._cuda_getCurrentRawStream(self._device_index)
-        self._order.enter(stream)
+        if stream == 0:  # the default stream is never captured, and asking may fail
+            captured = False
+        elif torch._C._cuda_getDevice() == self._device_index:
+            captured = torch._C._cuda_isCurrentStreamCapturing()  # cheaper than the driver's answer
+        else:
+            captured = is_capturing(stream)
+        if captured or stream != self._order.last_eager:
+            self._order.enter(stream, captured)
         config = self._configs[launch_with_pdl]
         if stream != self._streams[launch_with_pdl]:
             config.hStream = self._streams[launch_with_pdl] = stream
-        (code,) = driver.cuLaunchKernelEx(config, self._function, self._arguments_address, 0)
+        code = driver.cuLaunchKernelEx(config, self._function, self._arguments_address, 0)[0]
         if code != _SUCCESS:
             raise failure(driver.cuLaunchKernelEx, code)
 
@@ -98,8 +110,8 @@ class CudaKernel:
         config.numAttrs = len(config.attrs)
         return config
 
-    def prepare(self, params: Params, num_ctas: int) -> CudaLaunch:
-        return CudaLaunch(self, params, num_ctas)
+    def prepare(self, params: Params, num_ctas: int, may_start_early: bool) -> CudaLaunch:
+        return CudaLaunch(self, params, num_ctas, may_start_early)
 
     def max_resident_clusters(self) -> int:
         """As the driver computes it, for a device with nothing else on it."""

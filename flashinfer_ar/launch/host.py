@@ -34,7 +34,8 @@ class HostKernel:
         self._entry.argtypes = (ctypes.c_void_p, ctypes.c_uint32)
         self._entry.restype = None
 
-    def prepare(self, params: Params, num_ctas: int) -> HostLaunch:
+    def prepare(self, params: Params, num_ctas: int, may_start_early: bool) -> HostLaunch:
+        del may_start_early  # a rank's kernels run one after the other
         return HostLaunch(self._entry, params, num_ctas)
 
     def max_resident_clusters(self) -> int:

@@ -48,7 +48,7 @@ struct TimeoutRecord {
 
 // Device words that only the rank's own grids touch.
 struct Control {
-  uint32_t epoch;    // calls completed * 65536 + warps of the running grid that read it already
+  uint32_t epoch;    // calls completed * 65536 + CTAs of the running grid that read it already
   uint32_t expired;  // 1 once a wait has outlived the deadline: later waits give up at once
 };
 
@@ -72,7 +72,8 @@ struct Params {
   int32_t rank;
   float epsilon;
   float weight_bias;
-  uint32_t call;  // the launcher's number for this call's shape
+  uint32_t call;           // the launcher's number for this call's shape
+  uint32_t release_early;  // whether the next grid may start before this one ends (plan.py)
 };
 
 }  // namespace flashinfer_ar

@@ -130,15 +130,14 @@ class Turn {
     }
   }
 
-  // Counts the call. Each warp adds once, after its own read of the epoch; the first warp's share
-  // makes the grid's total exactly one unit whatever the grid, and until the last warp has added,
-  // the upper half still shows this call. So there is no reset and nobody waits.
+  // Counts the call. Each CTA adds once, after its own reads of the epoch; the first CTA's share
+  // makes the grid's total exactly one unit whatever the grid, and until the last CTA has added,
+  // the upper half still shows this call. So there is no reset, and no CTA waits for another.
   FAR_DEVICE void advance() const {
-    thread_.sync_warp();  // every lane has read the epoch
-    if (thread_.lane() != 0) return;
-    const uint32_t warps = thread_.num_ctas() * C.warps;
-    const bool first = thread_.cta() == 0 && thread_.warp() == 0;
-    add_relaxed_device(&params_.control->epoch, first ? kCallsUnit - (warps - 1) : 1);
+    thread_.gather_warps(C.warps);  // every thread has read the epoch
+    if (thread_.thread() != 0) return;
+    const uint32_t ctas = thread_.num_ctas();
+    add_relaxed_device(&params_.control->epoch, thread_.cta() == 0 ? kCallsUnit - (ctas - 1) : 1);
   }
 
   // A peer's data did not come in time. The kernel runs on to its end without waiting, so that no

@@ -39,6 +39,7 @@ struct OneShot {
       publish(turn, rows, row, packs);
     }
     turn.advance();
+    if (params.release_early) t.release_next_grid();
     epilogue.open();
 
     for (uint32_t row = rows.first(); row < rows.count(); row += rows.step()) {
@@ -47,36 +48,30 @@ struct OneShot {
         positive_zeros(own);
         epilogue.prefetch(row);
       }
+      const Place place{rows, row};
       Pack sums[C.packs_per_thread];
-      FAR_UNROLL
-      for (int k = 0; k < C.packs_per_thread; ++k) {
-        if (!rows.has(row, k)) continue;
-        sums[k] = sum_over_ranks<T, C.multicast>(turn, own[k], slot(rows, row, k, 0), stride(rows),
-                                                 rows.pack(row, k));
-      }
+      sum_over_ranks<T, C.multicast>(turn, place, own, sums);
       epilogue.take(row, sums);
-      FAR_UNROLL
-      for (int k = 0; k < C.packs_per_thread; ++k) {
-        if (!rows.has(row, k)) continue;
-        rearm_contributions<C.multicast>(turn, slot(rows, row, k, 0), stride(rows));
-      }
+      rearm_contributions<C.packs_per_thread, C.multicast>(turn, place);
       epilogue.finish(row);
     }
-    t.release_next_grid();
   }
 
  private:
+  // The thread's packs of one row, for sum_over_ranks.
+  struct Place {
+    const Rows<C>& rows;
+    uint32_t row;
+
+    FAR_DEVICE bool has(int k) const { return rows.has(row, k); }
+    FAR_DEVICE uint32_t pack(int k) const { return rows.pack(row, k); }
+    FAR_DEVICE uint32_t slot(int k) const {
+      if constexpr (!kByToken) return rows.pack(row, k);
+      return row * C.world_size * stride() + rows.pack_in_row(k);
+    }
+    FAR_DEVICE uint32_t stride() const { return kByToken ? rows.row_packs() : rows.num_packs(); }
+  };
   static constexpr bool kByToken = C.hidden_packs != kAnyHidden;
-
-  FAR_DEVICE static uint32_t slot(const Rows<C>& rows, uint32_t row, int k, int source) {
-    if constexpr (!kByToken) return source * rows.num_packs() + rows.pack(row, k);
-    return (row * C.world_size + source) * rows.row_packs() + rows.pack_in_row(k);
-  }
-
-  // From the slot of one source to the next one's.
-  FAR_DEVICE static uint32_t stride(const Rows<C>& rows) {
-    return kByToken ? rows.row_packs() : rows.num_packs();
-  }
 
   FAR_DEVICE static void positive_zeros(Pack (&packs)[C.packs_per_thread]) {
     FAR_UNROLL
@@ -86,10 +81,10 @@ struct OneShot {
   FAR_DEVICE static void publish(const Turn<C>& turn, const Rows<C>& rows, uint32_t row,
                                  Pack (&packs)[C.packs_per_thread]) {
     positive_zeros(packs);
+    const Place place{rows, row};
     FAR_UNROLL
     for (int k = 0; k < C.packs_per_thread; ++k) {
-      if (!rows.has(row, k)) continue;
-      turn.publish(slot(rows, row, k, turn.rank()), packs[k]);
+      if (place.has(k)) turn.publish(turn.rank() * place.stride() + place.slot(k), packs[k]);
     }
   }
 };

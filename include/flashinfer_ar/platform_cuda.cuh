@@ -38,6 +38,14 @@ struct Thread {
   FAR_DEVICE uint32_t warp() const { return threadIdx.x / kWarpSize; }
   FAR_DEVICE uint32_t lane() const { return threadIdx.x % kWarpSize; }
   FAR_DEVICE void sync_warp() const { __syncwarp(); }
+  // Barrier 0 is that of __syncthreads.
+  FAR_DEVICE void gather_warps(int warps) const {
+    if (warp() == 0) {
+      asm volatile("barrier.cta.sync 1, %0;" ::"r"(warps * kWarpSize) : "memory");
+    } else {
+      asm volatile("barrier.cta.arrive 1, %0;" ::"r"(warps * kWarpSize) : "memory");
+    }
+  }
   FAR_DEVICE float shuffle_xor(float value, int mask) const {
     return __shfl_xor_sync(0xffffffffu, value, mask);
   }

@@ -68,6 +68,7 @@ class Barrier {
 
 struct Warp {
   Barrier barrier;
+  Barrier cta_barrier;  // that of the CTA's first warp is used
   float exchanged[kWarpSize];
 };
 
@@ -96,6 +97,11 @@ class Thread {
   uint32_t lane() const { return thread_ % kWarpSize; }
 
   void sync_warp() const { own_warp().barrier.wait(kWarpSize, *grid_->scheduler); }
+
+  void gather_warps(int warps) const {
+    host::Barrier& barrier = grid_->warps[cta_ * warps].cta_barrier;
+    barrier.wait(warps * kWarpSize, *grid_->scheduler);
+  }
 
   float shuffle_xor(float value, int mask) const {
     host::Warp& warp = own_warp();

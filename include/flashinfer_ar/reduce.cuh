@@ -19,56 +19,74 @@ FAR_DEVICE void accumulate(float (&sum)[T::kPerPack], const Pack& pack) {
   for (int i = 0; i < T::kPerPack; ++i) sum[i] += floats[i];
 }
 
-// How many ranks are polled as one batch: more would not fit the registers.
-inline constexpr int kMaxRanksPerBatch = 8;
+// How many slots are polled as one batch: more would not fit the registers.
+inline constexpr int kMaxSlotsPerBatch = 8;
 
-// The contributions of ranks first, first + 1, ... to one pack, as a batch for Turn::await.
-// Contribution `source` lies in slot source * stride + slot_in_stride; the own one only if it was
-// published to the own ring too, as a multicast store does.
-template <Config C, bool OwnInRing>
+template <Config C>
+inline constexpr int kRanksPerBatch =
+    C.world_size < kMaxSlotsPerBatch ? C.world_size : kMaxSlotsPerBatch;
+
+// How many packs are summed together: with few ranks several.
+template <Config C, int Packs>
+inline constexpr int kPacksPerBatch =
+    Packs * kRanksPerBatch<C> <= kMaxSlotsPerBatch ? Packs : kMaxSlotsPerBatch / kRanksPerBatch<C>;
+
+// The contributions of some ranks to some packs, as a batch for Turn::await: those of the ranks
+// from `first_rank` on to the thread's packs from `first_pack` on. `Place` tells where those packs
+// are: has(k), pack(k) in the tensor, slot(k) of rank 0's contribution, and stride(), the distance
+// to the next rank's. The own contribution is there only if it was published to the own ring too,
+// as a multicast store does.
+template <Config C, bool OwnInRing, typename Place>
 struct Contributions {
   const Turn<C>& turn;
-  int first;
-  uint32_t slot_in_stride;
-  uint32_t stride;
-  uint32_t pack_in_tensor;
+  const Place& place;
+  int first_pack;
+  int first_rank;
 
+  FAR_DEVICE int source(int i) const { return first_rank + i % kRanksPerBatch<C>; }
+  FAR_DEVICE int k(int i) const { return first_pack + i / kRanksPerBatch<C>; }
+  FAR_DEVICE bool in_ring(int i) const { return OwnInRing || source(i) != turn.rank(); }
   FAR_DEVICE bool has(int i) const {
-    return first + i < C.world_size && (OwnInRing || first + i != turn.rank());
+    return source(i) < C.world_size && in_ring(i) && (k(i) == first_pack || place.has(k(i)));
   }
-  FAR_DEVICE uint32_t slot(int i) const { return (first + i) * stride + slot_in_stride; }
-  FAR_DEVICE int source(int i) const { return first + i; }
-  FAR_DEVICE uint32_t pack(int) const { return pack_in_tensor; }
+  FAR_DEVICE uint32_t slot(int i) const { return source(i) * place.stride() + place.slot(k(i)); }
+  FAR_DEVICE uint32_t pack(int i) const { return place.pack(k(i)); }
 };
 
-// Awaits every rank's contribution to one pack and returns the sum over ranks. `own` is this rank's
-// contribution as published. The sum of zeros is +0.0.
-template <typename T, bool OwnInRing, Config C>
-FAR_DEVICE Pack sum_over_ranks(Turn<C>& turn, const Pack& own, uint32_t slot, uint32_t stride,
-                               uint32_t pack) {
-  constexpr int kBatch = C.world_size < kMaxRanksPerBatch ? C.world_size : kMaxRanksPerBatch;
-  float sum[T::kPerPack] = {};
+// Awaits every rank's contributions to the thread's packs and sums them over ranks. `own` is what
+// this rank published. The sum of zeros is +0.0.
+template <typename T, bool OwnInRing, Config C, typename Place, int Packs>
+FAR_DEVICE void sum_over_ranks(Turn<C>& turn, const Place& place, const Pack (&own)[Packs],
+                               Pack (&sums)[Packs]) {
+  constexpr int kRanks = kRanksPerBatch<C>, kPacks = kPacksPerBatch<C, Packs>;
   FAR_UNROLL
-  for (int first = 0; first < C.world_size; first += kBatch) {
-    const Contributions<C, OwnInRing> batch{turn, first, slot, stride, pack};
-    Pack values[kBatch];
-    turn.await(batch, values);
+  for (int first_pack = 0; first_pack < Packs; first_pack += kPacks) {
+    if (!place.has(first_pack)) continue;  // nor the ones behind it
+    float sum[kPacks][T::kPerPack] = {};
     FAR_UNROLL
-    for (int i = 0; i < kBatch; ++i) {
-      if (first + i < C.world_size) accumulate<T>(sum, batch.has(i) ? values[i] : own);
+    for (int first_rank = 0; first_rank < C.world_size; first_rank += kRanks) {
+      const Contributions<C, OwnInRing, Place> batch{turn, place, first_pack, first_rank};
+      Pack values[kPacks * kRanks];
+      turn.await(batch, values);
+      FAR_UNROLL
+      for (int i = 0; i < kPacks * kRanks; ++i) {
+        if (batch.source(i) >= C.world_size) continue;
+        accumulate<T>(sum[i / kRanks], batch.in_ring(i) ? values[i] : own[batch.k(i)]);
+      }
+      if constexpr (kRanks < C.world_size) turn.template rearm<kPacks * kRanks>(batch);
     }
-    if constexpr (kBatch < C.world_size) turn.template rearm<kBatch>(batch);
+    FAR_UNROLL
+    for (int i = 0; i < kPacks; ++i) sums[first_pack + i] = T::narrow(sum[i]);
   }
-  return T::narrow(sum);
 }
 
 // Arms the slots that `sum_over_ranks` read, later than there, when nobody waits. Of several
-// batches each was armed at once: keeping all their addresses would cost more registers than there
-// are.
-template <bool OwnInRing, Config C>
-FAR_DEVICE void rearm_contributions(const Turn<C>& turn, uint32_t slot, uint32_t stride) {
-  if constexpr (C.world_size > kMaxRanksPerBatch) return;
-  turn.template rearm<C.world_size>(Contributions<C, OwnInRing>{turn, 0, slot, stride, 0});
+// batches of ranks each was armed at once: keeping all their addresses would cost more registers
+// than there are.
+template <int Packs, bool OwnInRing, Config C, typename Place>
+FAR_DEVICE void rearm_contributions(const Turn<C>& turn, const Place& place) {
+  if (C.world_size > kMaxSlotsPerBatch || !place.has(0)) return;
+  turn.template rearm<Packs * C.world_size>(Contributions<C, OwnInRing, Place>{turn, place, 0, 0});
 }
 
 // The sum of `Count` (a power of two) values by halving.

@@ -81,6 +81,7 @@ struct TwoShot {
     epilogue.prefetch(rows.first());
     scatter(turn, stripes, params.input);
     turn.advance();
+    if (params.release_early) t.release_next_grid();
     reduce_owned(turn, stripes, params.input);
     epilogue.open();
 
@@ -93,7 +94,6 @@ struct TwoShot {
       turn.template rearm<C.packs_per_thread>(batch);
       epilogue.finish(row);
     }
-    t.release_next_grid();
   }
 
  private:
@@ -101,32 +101,72 @@ struct TwoShot {
     return stripes.owned() * C.world_size * kWarpSize;
   }
 
+  static constexpr int kStripesAtOnce = 4;  // loads in flight together
+
   // Each W neighbouring stripes have W owners. Ranks walk them from different starts, so that at
   // any time every owner receives from one rank rather than one owner from all.
   FAR_DEVICE static void scatter(const Turn<C>& turn, const Stripes<C>& stripes,
                                  const Pack* input) {
-    for (uint32_t i = stripes.first(); i < stripes.owned() * C.world_size; i += stripes.step()) {
-      const uint32_t share = i / C.world_size;
-      const int owner = static_cast<int>((i + turn.rank()) % C.world_size);
-      const uint32_t stripe = share * C.world_size + owner;
-      if (owner == turn.rank() || !stripes.has(stripe)) continue;
-      turn.publish_to(owner, stripes.slot(share, turn.rank()),
-                      T::positive_zeros(load(input + stripes.pack(stripe))));
+    const uint32_t count = stripes.owned() * C.world_size;
+    for (uint32_t first = stripes.first(); first < count;
+         first += kStripesAtOnce * stripes.step()) {
+      Pack packs[kStripesAtOnce];
+      uint32_t share[kStripesAtOnce];
+      int owner[kStripesAtOnce];
+      bool sent[kStripesAtOnce];
+      FAR_UNROLL
+      for (int k = 0; k < kStripesAtOnce; ++k) {
+        const uint32_t i = first + k * stripes.step();
+        share[k] = i / C.world_size;
+        owner[k] = static_cast<int>((i + turn.rank()) % C.world_size);
+        const uint32_t stripe = share[k] * C.world_size + owner[k];
+        sent[k] = i < count && owner[k] != turn.rank() && stripes.has(stripe);
+        if (sent[k]) packs[k] = load(input + stripes.pack(stripe));
+      }
+      FAR_UNROLL
+      for (int k = 0; k < kStripesAtOnce; ++k) {
+        if (!sent[k]) continue;
+        turn.publish_to(owner[k], stripes.slot(share[k], turn.rank()), T::positive_zeros(packs[k]));
+      }
     }
   }
+
+  static constexpr int kSharesAtOnce = kPacksPerBatch<C, kMaxSlotsPerBatch>;
+
+  // Some of the warp's stripes of the own share, for sum_over_ranks.
+  struct Shares {
+    const Stripes<C>& stripes;
+    int rank;
+    uint32_t first;
+
+    FAR_DEVICE uint32_t share(int k) const { return first + k * stripes.step(); }
+    FAR_DEVICE uint32_t stripe(int k) const { return share(k) * C.world_size + rank; }
+    FAR_DEVICE bool has(int k) const { return stripes.has(stripe(k)); }
+    FAR_DEVICE uint32_t pack(int k) const { return stripes.pack(stripe(k)); }
+    FAR_DEVICE uint32_t slot(int k) const { return stripes.slot(share(k), 0); }
+    FAR_DEVICE uint32_t stride() const { return kWarpSize; }
+  };
 
   // A sum that starts at +0.0 is never -0.0, but the rule that no payload holds one should not rest
   // on that argument.
   FAR_DEVICE static void reduce_owned(Turn<C>& turn, const Stripes<C>& stripes, const Pack* input) {
-    for (uint32_t share = stripes.first(); share < stripes.owned(); share += stripes.step()) {
-      const uint32_t stripe = share * C.world_size + turn.rank();
-      if (!stripes.has(stripe)) continue;
-      const uint32_t pack = stripes.pack(stripe), slot = stripes.slot(share, 0);
-      const Pack own = T::positive_zeros(load(input + pack));
-      const Pack sum = sum_over_ranks<T, /*OwnInRing=*/false>(turn, own, slot, kWarpSize, pack);
+    for (uint32_t first = stripes.first(); first < stripes.owned();
+         first += kSharesAtOnce * stripes.step()) {
+      const Shares shares{stripes, turn.rank(), first};
+      Pack own[kSharesAtOnce], sums[kSharesAtOnce];
+      FAR_UNROLL
+      for (int k = 0; k < kSharesAtOnce; ++k) {
+        if (shares.has(k)) own[k] = T::positive_zeros(load(input + shares.pack(k)));
+      }
+      sum_over_ranks<T, /*OwnInRing=*/false>(turn, shares, own, sums);
       if (turn.expired()) return;  // and publish no NaN: peers must meet their own deadline
-      turn.publish(results(stripes) + pack, T::positive_zeros(sum), /*include_own=*/true);
-      rearm_contributions</*OwnInRing=*/false>(turn, slot, kWarpSize);
+      FAR_UNROLL
+      for (int k = 0; k < kSharesAtOnce; ++k) {
+        if (!shares.has(k)) continue;
+        turn.publish(results(stripes) + shares.pack(k), T::positive_zeros(sums[k]),
+                     /*include_own=*/true);
+      }
+      rearm_contributions<kSharesAtOnce, /*OwnInRing=*/false>(turn, shares);
     }
   }
 };
