@@ -15,6 +15,8 @@ from benchmarks.contender import Shape
 OURS = "flashinfer_ar"
 EMPTY = "empty kernel"
 
+_LARGE_BYTES = 64 << 20  # more than the L2 of an H200
+
 ROWS = ("one-shot plain", "one-shot fused", "two-shot plain", "two-shot fused")
 
 
@@ -204,13 +206,49 @@ def omissions(results: Results) -> str:
     )
 
 
+def bytes_moved(shape: Shape) -> float:
+    """Bytes that all ranks together load and store in a unicast call of ours on one device.
+
+    In messages, a rank: one-shot loads its input twice, stores W - 1 copies, polls (once, if all is
+    there) and re-arms W - 1 slots, and stores the output. Two-shot does so with a share of the
+    message, publishes and re-arms results, and loads them. Fused: residual in and out, gamma aside.
+    """
+    peers = shape.world_size - 1
+    messages = 3.0 + 3 * peers
+    if shape.two_shot:
+        messages = 5.0 + 3 * peers / shape.world_size
+    return (messages + 2 * shape.fused) * shape.message_bytes * shape.world_size
+
+
+def bandwidth(results: Results) -> str:
+    """Large messages on one device: bytes moved, and their rate over that of a large copy."""
+    copy_gb_s = results.machine["copy_gb_s"]
+    lines = [
+        "| ranks | hidden | tokens | kernel | MB moved | us | GB/s | of the copy rate |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for shape, timings in results.cells("virtual").items():
+        if OURS in timings and bytes_moved(shape) >= _LARGE_BYTES:
+            us, moved = timings[OURS].median, bytes_moved(shape)
+            rate = moved / us / 1e3
+            lines.append(
+                f"| {shape.world_size} | {shape.hidden} | {shape.num_tokens} | {row_of(shape)} "
+                f"| {moved / 1e6:.0f} | {us:.1f} | {rate:.0f} | {rate / copy_gb_s:.2f} |"
+            )
+    return "\n".join(lines)
+
+
 def report(results: Results) -> str:
     """All of it, in Markdown."""
     machine = "\n".join(f"- {name}: {value}" for name, value in results.machine.items())
-    return (
-        f"# Side by side\n\n{machine}\n\n## Ours over the best peer\n\n{summary(results)}\n\n"
-        f"## Left out\n\n{omissions(results)}\n\n## Every cell\n\n{all_cells(results)}"
-    )
+    sections = {
+        "Ours over the best peer": summary(results),
+        "Left out": omissions(results),
+        "Bytes moved by ours, all ranks on one device": bandwidth(results),
+        "Every cell": all_cells(results),
+    }
+    parts = [f"## {title}\n\n{text}\n" for title, text in sections.items()]
+    return "\n".join([f"# Side by side\n\n{machine}\n", *parts])
 
 
 # ---- Plots --------------------------------------------------------------------------------------

@@ -302,7 +302,7 @@ def machine(arguments: Sequence[str]) -> dict[str, Any]:
         "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
         "torch": torch.__version__,
         "kernels": header_digest()[:12],
-        "copy rate": f"{copy_rate_gb_s():.0f} GB/s read and written, 1 GiB by cudaMemcpyAsync",
+        "copy_gb_s": round(copy_rate_gb_s()),  # read and written
         "command": shlex.join(["python", "-m", "benchmarks.side_by_side", *arguments]),
     }
 

@@ -135,7 +135,7 @@ def trtllm_mnnvl_fused_allreduce_add_rmsnorm(
     if call is None:
         return output, residual_out
     tensors = input, output, residual_in, residual_out, gamma
-    call.place(*(tensor.data_ptr() for tensor in tensors))
+    call.place_fused(*(tensor.data_ptr() for tensor in tensors))
     call.set_numbers(epsilon, weight_bias)
     workspace.remember(CheckedCall(call, *tensors, numbers=numbers))
     call.start(launch_with_pdl)

@@ -73,18 +73,19 @@ class PreparedCall:
         self.kind = kind
         self._params = params
         self._launch = launch
+        self._ends_at_once = launch.ends_at_once
         self._record = record
         self._raise_on_timeout = raise_on_timeout
 
-    def place(
-        self,
-        input: int,
-        output: int,
-        residual_in: int = 0,
-        residual_out: int = 0,
-        gamma: int = 0,
+    def place(self, input: int, output: int) -> None:
+        """Set the addresses of the next plain call's tensors."""
+        self._params.input = input
+        self._params.output = output
+
+    def place_fused(
+        self, input: int, output: int, residual_in: int, residual_out: int, gamma: int
     ) -> None:
-        """Set the addresses of the next call's tensors; the last three are for fused ones."""
+        """Set the addresses of the next fused call's tensors."""
         _ADDRESSES.pack_into(self._params, 0, input, output, residual_in, residual_out, gamma)
 
     def set_numbers(self, epsilon: float, weight_bias: float) -> None:
@@ -101,7 +102,7 @@ class PreparedCall:
         if record.state:  # a call before: the ring holds half of it, and nothing may follow
             self._raise_on_timeout()
         self._launch.start(launch_with_pdl)
-        if record.state:  # this call, if it ran on the host
+        if self._ends_at_once and record.state:  # this call
             self._raise_on_timeout()
 
 

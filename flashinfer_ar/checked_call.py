@@ -33,6 +33,7 @@ class CheckedCall:
         "_is_like_gamma",
         "_is_like_input",
         "_place",
+        "_place_fused",
         "_places",
         "_strategy",
         "_weight_bias",
@@ -49,6 +50,7 @@ class CheckedCall:
         self.prepared = prepared
         self.start = prepared.start
         self._place = prepared.place
+        self._place_fused = prepared.place_fused
         self._strategy = prepared.shape.strategy
         self._epsilon, self._weight_bias = numbers
         self._is_like_input = _guard(tensors[0])  # all but gamma are
@@ -125,7 +127,7 @@ class CheckedCall:
         )
         if place not in self._places:
             return False
-        self._place(*place)
+        self._place_fused(*place)
         return True
 
 

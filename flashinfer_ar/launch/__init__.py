@@ -21,6 +21,11 @@ if TYPE_CHECKING:
 class PreparedLaunch(Protocol):
     """A kernel with its grid and the place of its parameter block."""
 
+    @property
+    def ends_at_once(self) -> bool:
+        """Whether the kernel has ended when ``start`` returns."""
+        ...
+
     def start(self, launch_with_pdl: bool) -> None:
         """Start the kernel on the current stream; on the host, run it."""
         ...

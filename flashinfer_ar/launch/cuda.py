@@ -13,12 +13,12 @@ import torch
 from cuda.bindings import driver
 
 from flashinfer_ar.bootstrap import CommBackend, InProcessBackend, agreed_step
-from flashinfer_ar.driver import checked, current_context, failure, primary_context
+from flashinfer_ar.driver import checked, current_context, primary_context
 from flashinfer_ar.errors import CudaError
 from flashinfer_ar.jit import KernelSpec, build, build_all
 from flashinfer_ar.jit.nvrtc import target_of_device
 from flashinfer_ar.jit.params import Control, Params, TimeoutRecord
-from flashinfer_ar.launch.streams import StreamOrder, is_capturing
+from flashinfer_ar.launch.streams import StreamOrder
 from flashinfer_ar.memory import SymmetricMemory
 from flashinfer_ar.memory.cuda_device import CudaDevice
 from flashinfer_ar.memory.cuda_local import CudaLocalMemory
@@ -42,6 +42,8 @@ class CudaLaunch:
     ``start`` is on every call's path: it sets nothing that the launch before has set already.
     """
 
+    ends_at_once = False
+
     def __init__(
         self, kernel: CudaKernel, params: Params, num_ctas: int, may_start_early: bool
     ) -> None:
@@ -58,31 +60,25 @@ class CudaLaunch:
 
     def start(self, launch_with_pdl: bool) -> None:
         """Enqueue the kernel on torch's current stream of the device."""
-        try:
-            return self._enqueue(launch_with_pdl)
-        except CudaError:
-            # Another thread, or a library, may have left another device's context here, or none.
-            # Asking first would cost every call as much as its own checks.
-            pass
-        with current_context(self._context):
-            self._enqueue(launch_with_pdl)
-
-    def _enqueue(self, launch_with_pdl: bool) -> None:
         stream = torch._C._cuda_getCurrentRawStream(self._device_index)
-        if stream == 0:  # the default stream is never captured, and asking may fail
-            captured = False
-        elif torch._C._cuda_getDevice() == self._device_index:
-            captured = torch._C._cuda_isCurrentStreamCapturing()  # cheaper than the driver's answer
-        else:
-            captured = is_capturing(stream)
-        if captured or stream != self._order.last_eager:
-            self._order.enter(stream, captured)
-        config = self._configs[launch_with_pdl]
-        if stream != self._streams[launch_with_pdl]:
+        if stream == self._order.settled and stream == self._streams[launch_with_pdl]:
+            config = self._configs[launch_with_pdl]
+            code = driver.cuLaunchKernelEx(config, self._function, self._arguments_address, 0)[0]
+            if code == _SUCCESS:
+                return
+        self._start_anew(stream, launch_with_pdl)
+
+    def _start_anew(self, stream: int, launch_with_pdl: bool) -> None:
+        """On another stream than before, or where the launch failed.
+
+        It fails in a thread in which another device's context is current, or none. To ask for the
+        context each time would cost every call as much as its own checks.
+        """
+        with current_context(self._context):
+            self._order.enter(stream)
+            config = self._configs[launch_with_pdl]
             config.hStream = self._streams[launch_with_pdl] = stream
-        code = driver.cuLaunchKernelEx(config, self._function, self._arguments_address, 0)[0]
-        if code != _SUCCESS:
-            raise failure(driver.cuLaunchKernelEx, code)
+            checked(driver.cuLaunchKernelEx, config, self._function, self._arguments_address, 0)
 
 
 class CudaKernel:

@@ -15,6 +15,8 @@ from flashinfer_ar.memory import HostSharedMemory, InProcessMemory, SymmetricMem
 class HostLaunch:
     """A kernel with its grid and parameter block."""
 
+    ends_at_once = True
+
     def __init__(self, entry: Callable[[int, int], None], params: Params, num_ctas: int) -> None:
         self._entry = entry
         self._params = params

@@ -25,21 +25,26 @@ class StreamOrder:
     """
 
     def __init__(self) -> None:
-        self.last_eager: int | None = None  # the stream of the last call that was not captured
+        # The stream of the last call if no call was captured since: the next one needs no `enter`
+        # there. Not even if the stream is being captured by then: within it, order is CUDA's.
+        self.settled: int | None = None
+        self._eager: int | None = None
         self._captured: int | None = None
         self._event: Any = None
 
-    def enter(self, stream: int, captured: bool) -> None:
-        """Called before a launch on ``stream``; the device's context is current.
+    def enter(self, stream: int) -> None:
+        """Called before a launch on any stream but ``settled``; the device's context is current.
 
-        Only a launch that is not captured and stays on ``last_eager`` can do without. Raises
-        ``CudaError`` if the stream of the call before is being captured: then nothing can be made
-        to wait for what it ran earlier.
+        Raises ``CudaError`` if the stream of the call before is being captured: then nothing can be
+        made to wait for what it ran earlier.
         """
-        if captured:
+        if _is_capturing(stream):
             self._enter_captured(stream)
-        elif stream != self.last_eager:
-            self._enter_eager(stream)
+            self.settled = None
+        else:
+            if stream != self._eager:
+                self._enter_eager(stream)
+            self.settled = stream
 
     def close(self) -> None:
         """Free the event; safe twice."""
@@ -49,19 +54,21 @@ class StreamOrder:
 
     def _enter_captured(self, stream: int) -> None:
         previous = self._captured
-        if previous is not None and previous != stream and is_capturing(previous):
+        if self.settled is not None and _is_capturing(self.settled):
+            previous = self.settled  # captured calls went there without saying so
+        if previous is not None and previous != stream and _is_capturing(previous):
             self._make_wait(stream, previous)
         self._captured = stream
 
     def _enter_eager(self, stream: int) -> None:
-        if self.last_eager is not None:
-            if is_capturing(self.last_eager):
+        if self._eager is not None:
+            if _is_capturing(self._eager):
                 raise CudaError(
                     "the workspace's last call was on a stream that is being captured now: allowed "
                     "is a call on that stream, or on another one after the capture"
                 )
-            self._make_wait(stream, self.last_eager)
-        self.last_eager = stream
+            self._make_wait(stream, self._eager)
+        self._eager = stream
 
     def _make_wait(self, stream: int, previous: int) -> None:
         if self._event is None:
@@ -71,7 +78,7 @@ class StreamOrder:
         checked(driver.cuStreamWaitEvent, stream, self._event, 0)
 
 
-def is_capturing(stream: int) -> bool:
+def _is_capturing(stream: int) -> bool:
     """Whether work on ``stream`` is recorded, not run."""
     if stream == 0:  # the default stream never is
         return False
