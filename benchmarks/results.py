@@ -297,6 +297,6 @@ def _grid(panels: Mapping[Any, Any], path: Path, title: str, unit: str) -> Path:
     axes[0][0].legend(fontsize=7)
     figure.suptitle(title)
     figure.tight_layout()
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=80)
     pyplot.close(figure)
     return path

@@ -14,6 +14,7 @@ import torch
 from api_worker import device_of, meet
 from cuda_tools import Staged, capture_in_turn, make_calls
 from harness import Strategy, assert_outputs_equal, stream_of_rank
+from test_stress import run_random_calls
 from workspace_tools import is_armed, open_workspace
 
 import flashinfer_ar as far
@@ -181,8 +182,27 @@ def shared_device(comm, device):
     assert set(comm.allgather(text)) == {text}
 
 
+def random_calls(comm, device):
+    """The long run of test_stress.py."""
+    run_random_calls(comm, device)
+
+
+def unicast(comm, device):
+    """With the ecosystem's switch off, no rank makes a multicast object, and calls are right."""
+    assert os.environ["NCCL_NVLS_ENABLE"] == "0"
+    with stream_of_rank(device), open_workspace(comm, device) as workspace:
+        assert workspace.mc_ptr is None
+        assert len(set(workspace.uc_ptrs)) == comm.Get_size()
+        replays = Replays(comm, device, workspace)
+        replays.check(replays.start())
+        comm.barrier()
+
+
 JOBS = {
-    job.__name__: job for job in (graphs, checkpoint, peer_closed, peer_gone, shared_device)
+    job.__name__: job
+    for job in (
+        graphs, checkpoint, peer_closed, peer_gone, shared_device, random_calls, unicast,
+    )
 }  # fmt: skip
 
 

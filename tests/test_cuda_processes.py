@@ -43,6 +43,22 @@ def test_graphs_checkpoints_and_a_peer_that_closes(world_size, device):
     assert_ok(mpirun(world_size, device.type, jobs, **SHARED), world_size, jobs)
 
 
+@needs_mpirun
+def test_random_calls_between_processes(device):
+    """With a GPU for each rank the whole run, else a short one: processes of one GPU take turns."""
+    own_gpus = torch.cuda.device_count() > 1
+    world_size = min(torch.cuda.device_count(), 8) if own_gpus and device.type == "cuda" else 2
+    more = {} if own_gpus else {"FLASHINFER_AR_STRESS_CALLS": "100"}
+    outcome = mpirun(world_size, device.type, ["random_calls"], **SHARED, **more)
+    assert_ok(outcome, world_size, ["random_calls"])
+
+
+@needs_mpirun
+def test_multicast_stays_off_where_it_is_switched_off(device):
+    outcome = mpirun(2, device.type, ["unicast"], **SHARED, NCCL_NVLS_ENABLE="0")
+    assert_ok(outcome, 2, ["unicast"])
+
+
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without torch.distributed")
 def test_a_process_that_ends_leaves_its_peer_the_deadline(device):
     """Under torchrun, which lets the others go on. The first job builds the kernels."""

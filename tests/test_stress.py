@@ -155,37 +155,36 @@ def require_right(batch, outputs, patterns, rank):
             assert right, f"rank {rank}, seed {SEED}, {step}"
 
 
-def test_random_calls(device):
-    world_size = 3
+def run_random_calls(comm, device):
+    """On one rank, all of them, each result checked."""
+    rank, world_size = comm.Get_rank(), comm.Get_size()
     patterns = Patterns(world_size)
-    batches = in_batches(random_steps(world_size))
-
-    def rank_main(comm):
-        rank = comm.Get_rank()
-        size_bytes = (world_size + 1) * max(TOKENS) * HIDDEN * 4 + world_size * 1024
-        with (
-            stream_of_rank(device),
-            open_workspace(comm, device, buffer_size_in_bytes=size_bytes) as workspace,
-        ):
-            tensors = patterns.on_device(rank, device)
-            if device.type == "cuda":
-                torch.cuda._sleep(1)  # so that it is loaded
-            for batch in batches:
-                outputs = make_outputs(batch, device)
-                workspace.synchronize()
-                comm.barrier()  # on a GPU nothing may wait for the device between launches
-                written = []
-                for step, output in zip(batch, outputs, strict=True):
-                    dawdle(step, rank, device)
-                    written.append(launch(step, tensors, output, workspace))
-                workspace.synchronize()
-                comm.barrier()
-                require_right(batch, written, patterns, rank)
+    size_bytes = (world_size + 1) * max(TOKENS) * HIDDEN * 4 + world_size * 1024
+    with (
+        stream_of_rank(device),
+        open_workspace(comm, device, buffer_size_in_bytes=size_bytes) as workspace,
+    ):
+        tensors = patterns.on_device(rank, device)
+        if device.type == "cuda":
+            torch.cuda._sleep(1)  # so that it is loaded
+        for batch in in_batches(random_steps(world_size)):
+            outputs = make_outputs(batch, device)
+            workspace.synchronize()
+            comm.barrier()  # on a GPU nothing may wait for the device between launches
+            written = []
+            for step, output in zip(batch, outputs, strict=True):
+                dawdle(step, rank, device)
+                written.append(launch(step, tensors, output, workspace))
+            workspace.synchronize()
             comm.barrier()
-            assert is_armed(workspace)
-            comm.barrier()
+            require_right(batch, written, patterns, rank)
+        comm.barrier()
+        assert is_armed(workspace)
+        comm.barrier()
 
-    far.run_ranks(world_size, rank_main)
+
+def test_random_calls(device):
+    far.run_ranks(3, lambda comm: run_random_calls(comm, device))
 
 
 # A rank that holds still where the protocol is most exposed: some of its slots are full, none is

@@ -39,6 +39,7 @@ struct OneShot {
       publish(turn, rows, row, packs);
     }
     turn.advance();
+    // The next grid may be launched now; it waits for this one's end before it reads or stores.
     if (params.release_early) t.release_next_grid();
     epilogue.open();
 

@@ -81,6 +81,7 @@ struct TwoShot {
     epilogue.prefetch(rows.first());
     scatter(turn, stripes, params.input);
     turn.advance();
+    // The next grid may be launched now; it waits for this one's end before it reads or stores.
     if (params.release_early) t.release_next_grid();
     reduce_owned(turn, stripes, params.input);
     epilogue.open();
