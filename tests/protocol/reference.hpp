@@ -40,8 +40,8 @@ Pack add(const Pack& a, const Pack& b) {
   return T::narrow(x);
 }
 
-// The tree of reduce.cuh: elements of a pack and packs of a group by halving, groups in four chains,
-// then these by halving.
+// The tree of reduce.cuh: elements of a pack and packs of a group by halving, groups in four
+// chains, then these by halving.
 template <typename T>
 float sum_of_squares(const Pack* row, uint32_t hidden_packs) {
   std::array<float, 4> chains = {};
