@@ -9,8 +9,8 @@
 //     cta(), num_ctas()           index of the thread's CTA in the grid, CTAs in the grid
 //     thread(), warp(), lane()    index in the CTA; warp in the CTA; lane in the warp
 //     sync_warp()                 every lane arrives; earlier accesses of each are seen by all
-//     gather_warps(n)             warp 0 waits until all n warps of its CTA have called it, and comes
-//                                 after their earlier accesses; the others need not wait
+//     gather_warps(n)             warp 0 waits until all n warps of its CTA have called it, and is
+//                                 ordered after their earlier accesses; the others need not wait
 //     shuffle_xor(value, mask)    the value of lane ^ mask; every lane takes part
 //     pause()                     one turn of a waiting loop: lets somebody else run
 //     nanoseconds()               a monotonic clock
