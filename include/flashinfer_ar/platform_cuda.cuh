@@ -38,7 +38,7 @@ struct Thread {
   FAR_DEVICE uint32_t warp() const { return threadIdx.x / kWarpSize; }
   FAR_DEVICE uint32_t lane() const { return threadIdx.x % kWarpSize; }
   FAR_DEVICE void sync_warp() const { __syncwarp(); }
-  // Barrier 0 is that of __syncthreads.
+  // Not `.aligned`: a warp counts as arrived once all its lanes are. Barrier 0 is __syncthreads'.
   FAR_DEVICE void gather_warps(int warps) const {
     if (warp() == 0) {
       asm volatile("barrier.cta.sync 1, %0;" ::"r"(warps * kWarpSize) : "memory");
