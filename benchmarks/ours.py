@@ -17,7 +17,7 @@ from benchmarks.edited_headers import edited_headers
 from benchmarks.results import EMPTY, OURS
 from flashinfer_ar import plan
 from flashinfer_ar.calls import Calls, CallShape, PreparedCall, Settings
-from flashinfer_ar.jit import DType, Epilogue
+from flashinfer_ar.jit import DType, Epilogue, KernelKind
 from flashinfer_ar.launch import substrate_of
 from flashinfer_ar.strategy import MNNVLAllreduceFusionStrategy as Strategy
 from flashinfer_ar.strategy import one_shot_limits
@@ -39,6 +39,13 @@ def _call_shape(shape: Shape) -> CallShape:
     return CallShape(shape.num_tokens, shape.hidden, DType.BFLOAT16, epilogue, _strategy(shape))
 
 
+def _generation_bytes(world_size: int, hidden: int, max_tokens: int, one_shot_tokens: int) -> int:
+    tokens = {KernelKind.ONESHOT: one_shot_tokens, KernelKind.TWOSHOT: max_tokens}
+    return max(
+        plan.generation_bytes(kind, world_size, most * hidden * 2) for kind, most in tokens.items()
+    )
+
+
 class OursVirtual:
     """All ranks on one device, unicast, through the public API."""
 
@@ -46,10 +53,7 @@ class OursVirtual:
     tolerance = 0.0
 
     def __init__(self, world_size: int, hidden: int, max_tokens: int, one_shot_tokens: int) -> None:
-        size = max(
-            plan.generation_bytes(kind, world_size, tokens * hidden * 2)
-            for kind, tokens in zip(far.jit.KernelKind, (one_shot_tokens, max_tokens), strict=True)
-        )
+        size = _generation_bytes(world_size, hidden, max_tokens, one_shot_tokens)
 
         def make(comm: Any) -> far.MNNVLAllReduceFusionWorkspace:
             return far.MNNVLAllReduceFusionWorkspace(
@@ -137,10 +141,7 @@ class OursFed:
         multicast: bool = True,
     ) -> None:
         self._substrate = substrate_of(torch.device("cuda", torch.cuda.current_device()))
-        self._generation_bytes = max(
-            plan.generation_bytes(kind, world_size, tokens * hidden * 2)
-            for kind, tokens in zip(far.jit.KernelKind, (one_shot_tokens, max_tokens), strict=True)
-        )
+        self._generation_bytes = _generation_bytes(world_size, hidden, max_tokens, one_shot_tokens)
         self._memory = _OwnMemory(world_size, 2 * self._generation_bytes, multicast)
         settings = Settings(
             world_size=world_size,

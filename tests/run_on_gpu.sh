@@ -35,5 +35,7 @@ run 120 stress tests/test_stress.py -k cuda
 run 60 timeout tests/test_timeout.py -k cuda
 run 60 first-call tests/test_first_call.py -k cuda
 run 200 processes tests/test_mpirun.py tests/test_torchrun.py tests/test_cuda_processes.py -k "not host"
+run 60 launch-path tests/test_launch_path.py -k cuda
+run 60 tune tests/test_tune.py tests/test_bench.py -k gpu
 run 90 workspace tests/test_workspace.py tests/test_workspace_sizes.py tests/test_arguments.py -k cuda
 exit $status
