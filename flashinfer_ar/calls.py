@@ -7,7 +7,7 @@ import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from flashinfer_ar import plan
+from flashinfer_ar import jit, plan
 from flashinfer_ar.errors import AllReduceTimeoutError, CudaError
 from flashinfer_ar.instances import Instances
 from flashinfer_ar.jit import DType, Epilogue, KernelKind, KernelSpec
@@ -134,9 +134,9 @@ class Calls:
         """
         if self._substrate.compiles_rank:
             specs = list(self._instances.ahead())
-            self._substrate.build(specs)
-            for spec in specs:
-                self._require_residency(spec, self._load(spec))
+            for spec, binary in zip(specs, jit.build_all(specs), strict=True):
+                kernel = self._kernels[spec] = self._substrate.load(spec, binary)
+                self._require_residency(spec, kernel)
 
     def prepare(self, shape: CallShape) -> PreparedCall:
         """The launch for ``shape``; ``ValueError`` if it does not fit the workspace."""
@@ -241,5 +241,5 @@ class Calls:
     def _load(self, spec: KernelSpec) -> LoadedKernel:
         kernel = self._kernels.get(spec)
         if kernel is None:
-            kernel = self._kernels[spec] = self._substrate.load(spec)
+            kernel = self._kernels[spec] = self._substrate.load(spec, jit.build(spec))
         return kernel

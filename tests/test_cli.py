@@ -87,10 +87,8 @@ class Loads:
     def __init__(self) -> None:
         self.specs: list[jit.KernelSpec] = []
 
-    def build(self, specs: list[jit.KernelSpec]) -> None:
-        pass
-
-    def load(self, spec: jit.KernelSpec) -> Loads:
+    def load(self, spec: jit.KernelSpec, binary: Path) -> Loads:
+        assert binary == built(spec)
         self.specs.append(spec)
         return self
 
@@ -98,8 +96,19 @@ class Loads:
         return sys.maxsize
 
 
+def built(spec: jit.KernelSpec) -> Path:
+    return Path(spec.name, "kernel")
+
+
 def loaded_by_workspaces(world_size: int, hidden_size: int | None, dtype: DType) -> set:
     loads = Loads()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jit, "build_all", lambda specs: list(map(built, specs)))
+        load_on_all_ranks(loads, world_size, hidden_size, dtype)
+    return set(loads.specs)
+
+
+def load_on_all_ranks(loads: Loads, world_size: int, hidden_size: int | None, dtype: DType) -> None:
     for rank in range(world_size):
         settings = Settings(
             world_size=world_size, rank=rank, hidden_size=hidden_size, dtype=dtype,
@@ -107,7 +116,6 @@ def loaded_by_workspaces(world_size: int, hidden_size: int | None, dtype: DType)
             one_shot_limits=OneShotLimits(0, 0),
         )  # fmt: skip
         Calls(settings, loads, loads).load_ahead()
-    return set(loads.specs)
 
 
 @pytest.mark.parametrize("hidden_size", [None, 7168])
@@ -134,7 +142,9 @@ def test_builds_what_ranks_on_the_host_use(
     used = []
     load = HostSubstrate.load
     monkeypatch.setattr(
-        HostSubstrate, "load", lambda self, spec: used.append(spec) or load(self, spec)
+        HostSubstrate,
+        "load",
+        lambda self, spec, binary: used.append(spec) or load(self, spec, binary),
     )
     calls = [random_call(2, 3, 64, torch.bfloat16, fused=fused) for fused in (False, True)]
     check(2, calls, torch.device("cpu"), hidden_dim=64, dtype=torch.bfloat16)

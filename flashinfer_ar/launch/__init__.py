@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -77,12 +77,8 @@ class Substrate(Protocol):
         """Set every 32-bit word of a block; done when it returns."""
         ...
 
-    def build(self, specs: Sequence[KernelSpec]) -> None:
-        """Build kernels that will be loaded, several at once; ``JitError`` if one cannot be."""
-        ...
-
-    def load(self, spec: KernelSpec) -> LoadedKernel:
-        """The kernel of ``spec``, built if need be; ``JitError`` if it cannot be."""
+    def load(self, spec: KernelSpec, binary: Path) -> LoadedKernel:
+        """The kernel of ``spec``, which was built into ``binary``."""
         ...
 
     @property

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from cuda.bindings import driver
 from flashinfer_ar.bootstrap import CommBackend, InProcessBackend, agreed_step
 from flashinfer_ar.driver import checked, current_context, primary_context
 from flashinfer_ar.errors import CudaError
-from flashinfer_ar.jit import KernelSpec, build, build_all
+from flashinfer_ar.jit import KernelSpec
 from flashinfer_ar.jit.nvrtc import target_of_device
 from flashinfer_ar.jit.params import Control, Params, TimeoutRecord
 from flashinfer_ar.launch.streams import StreamOrder
@@ -85,12 +84,17 @@ class CudaKernel:
     """A kernel in a device's memory."""
 
     def __init__(
-        self, spec: KernelSpec, device_index: int, context: Any, order: StreamOrder
+        self,
+        spec: KernelSpec,
+        binary: Path,
+        device_index: int,
+        context: Any,
+        order: StreamOrder,
     ) -> None:
         self.device_index = device_index
         self.context = context
         self.order = order
-        self.function = _load_function(build(spec), spec.name, device_index)
+        self.function = _load_function(binary, spec.name, device_index)
         self._spec = spec
         self._cluster = spec.geometry.cluster
 
@@ -167,12 +171,9 @@ class CudaSubstrate:
             checked(driver.cuMemsetD32, address, word, size_bytes // 4)
             checked(driver.cuCtxSynchronize)
 
-    def build(self, specs: Sequence[KernelSpec]) -> None:
-        build_all(specs)
-
-    def load(self, spec: KernelSpec) -> CudaKernel:
+    def load(self, spec: KernelSpec, binary: Path) -> CudaKernel:
         with current_context(self._context):
-            return CudaKernel(spec, self._device.index, self._context, self._order)
+            return CudaKernel(spec, binary, self._device.index, self._context, self._order)
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self._device)

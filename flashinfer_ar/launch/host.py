@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from pathlib import Path
 
 from flashinfer_ar.bootstrap import CommBackend, InProcessBackend
-from flashinfer_ar.jit import HOST_TARGET, KernelSpec, build, build_all
+from flashinfer_ar.jit import HOST_TARGET, KernelSpec
 from flashinfer_ar.jit.params import Control, Params, TimeoutRecord
 from flashinfer_ar.memory import HostSharedMemory, InProcessMemory, SymmetricMemory
 
@@ -31,8 +32,8 @@ class HostLaunch:
 class HostKernel:
     """A kernel in a shared object. ctypes releases the GIL while it runs."""
 
-    def __init__(self, spec: KernelSpec) -> None:
-        self._entry = ctypes.CDLL(str(build(spec)))[spec.name]
+    def __init__(self, spec: KernelSpec, binary: Path) -> None:
+        self._entry = ctypes.CDLL(str(binary))[spec.name]
         self._entry.argtypes = (ctypes.c_void_p, ctypes.c_uint32)
         self._entry.restype = None
 
@@ -75,11 +76,8 @@ class HostSubstrate:
         for offset in range(0, size_bytes, len(pattern)):
             ctypes.memmove(address + offset, pattern, min(len(pattern), size_bytes - offset))
 
-    def build(self, specs: Sequence[KernelSpec]) -> None:
-        build_all(specs)
-
-    def load(self, spec: KernelSpec) -> HostKernel:
-        return HostKernel(spec)
+    def load(self, spec: KernelSpec, binary: Path) -> HostKernel:
+        return HostKernel(spec, binary)
 
     def synchronize(self) -> None:
         pass
