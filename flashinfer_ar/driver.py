@@ -15,13 +15,8 @@ def checked(call: Callable[..., Any], *arguments: Any) -> Any:
     """Call a driver function; its result without the code, or :class:`CudaError`."""
     code, *results = call(*arguments)
     if code != driver.CUresult.CUDA_SUCCESS:
-        raise failure(call, code)
+        raise CudaError(f"{call.__name__} answered {code.name} ({int(code)})")
     return results[0] if results else None
-
-
-def failure(call: Callable[..., Any], code: Any) -> CudaError:
-    """The exception for an answer other than success."""
-    return CudaError(f"{call.__name__} answered {code.name} ({int(code)})")
 
 
 def primary_context(device_index: int) -> Any:

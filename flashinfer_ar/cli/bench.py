@@ -17,12 +17,15 @@ from rich.table import Table
 from flashinfer_ar import strategy_tables
 from flashinfer_ar.bootstrap import CommBackend
 from flashinfer_ar.cli.options import (
+    ElementType,
+    HiddenSize,
     Numbers,
+    NumRounds,
+    Tokens,
     failed,
     progress_bar,
     require_hidden_size,
     whole_number,
-    whole_numbers,
 )
 from flashinfer_ar.cli.ranks import launch_of, on_launched_ranks, on_virtual_ranks
 from flashinfer_ar.jit import HOST_TARGET, DType, Epilogue, KernelKind
@@ -108,17 +111,9 @@ class Bench:
 
 
 def bench(
-    hidden: Annotated[
-        int,
-        typer.Option(parser=whole_number(1), metavar="ELEMENTS", help="Hidden size."),
-    ] = 7168,
-    tokens: Annotated[
-        Numbers,
-        typer.Option(parser=whole_numbers(1), metavar="N,N,...", help="Tokens of the calls."),
-    ] = _TOKENS,
-    dtype: Annotated[
-        DType, typer.Option(metavar="DTYPE", help="float32, float16 or bfloat16.")
-    ] = DType.BFLOAT16,
+    hidden: HiddenSize = 7168,
+    tokens: Tokens = _TOKENS,
+    dtype: ElementType = DType.BFLOAT16,
     fused: Annotated[
         bool,
         typer.Option("--fused/--plain", help="With residual add and RMSNorm, or the sum alone."),
@@ -132,10 +127,7 @@ def bench(
             show_default="2, unless mpirun, srun or torchrun started this command",
         ),
     ] = None,
-    rounds: Annotated[
-        int,
-        typer.Option(parser=whole_number(2), metavar="N", help="Times that each call is timed."),
-    ] = 21,
+    rounds: NumRounds = 21,
     json: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the figures there too.")
     ] = None,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -40,6 +41,20 @@ def whole_numbers(least: int, most: int | None = None) -> Callable[[object], Num
     """A parser of options that take :class:`Numbers`; each number once, the smallest first."""
     parse_one = whole_number(least, most)
     return lambda given: Numbers(sorted({parse_one(each) for each in str(given).split(",")}))
+
+
+# What `bench` and `tune` ask alike.
+HiddenSize = Annotated[
+    int, typer.Option(parser=whole_number(1), metavar="ELEMENTS", help="Hidden size.")
+]
+Tokens = Annotated[
+    Numbers,
+    typer.Option(parser=whole_numbers(1), metavar="N,N,...", help="Tokens of the calls."),
+]
+ElementType = Annotated[DType, typer.Option(metavar="DTYPE", help="float32, float16 or bfloat16.")]
+NumRounds = Annotated[
+    int, typer.Option(parser=whole_number(2), metavar="N", help="Times that each call is timed.")
+]
 
 
 def require_hidden_size(size: int, dtype: DType, fused: bool, option: str) -> None:

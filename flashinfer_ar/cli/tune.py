@@ -16,10 +16,13 @@ from rich.table import Table
 from flashinfer_ar import env, strategy_tables
 from flashinfer_ar.bootstrap import CommBackend
 from flashinfer_ar.cli.options import (
+    ElementType,
+    HiddenSize,
     Numbers,
+    NumRounds,
+    Tokens,
     progress_bar,
     require_hidden_size,
-    whole_number,
     whole_numbers,
 )
 from flashinfer_ar.cli.ranks import launch_of, on_launched_ranks, on_virtual_ranks
@@ -52,20 +55,10 @@ def tune(
             show_default="where AUTO looks for it, in ~/.config/flashinfer_ar",
         ),
     ] = None,
-    hidden: Annotated[
-        int, typer.Option(parser=whole_number(1), metavar="ELEMENTS", help="Hidden size.")
-    ] = 7168,
-    tokens: Annotated[
-        Numbers,
-        typer.Option(parser=whole_numbers(1), metavar="N,N,...", help="Tokens of the calls."),
-    ] = _TOKENS,
-    dtype: Annotated[
-        DType, typer.Option(metavar="DTYPE", help="float32, float16 or bfloat16.")
-    ] = DType.BFLOAT16,
-    rounds: Annotated[
-        int,
-        typer.Option(parser=whole_number(2), metavar="N", help="Times that each call is timed."),
-    ] = 15,
+    hidden: HiddenSize = 7168,
+    tokens: Tokens = _TOKENS,
+    dtype: ElementType = DType.BFLOAT16,
+    rounds: NumRounds = 15,
 ) -> None:
     """Time one-shot and two-shot over sizes, and write down up to which size `AUTO` goes one-shot.
 

@@ -6,10 +6,9 @@ from typing import Any
 
 from cuda.bindings import driver
 
-from flashinfer_ar.driver import checked, failure
+from flashinfer_ar.driver import checked
 from flashinfer_ar.errors import CudaError
 
-_SUCCESS = driver.CUresult.CUDA_SUCCESS
 _NOT_CAPTURING = driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE
 
 
@@ -82,7 +81,4 @@ def _is_capturing(stream: int) -> bool:
     """Whether work on ``stream`` is recorded, not run."""
     if stream == 0:  # the default stream never is
         return False
-    code, status = driver.cuStreamIsCapturing(stream)
-    if code != _SUCCESS:
-        raise failure(driver.cuStreamIsCapturing, code)
-    return bool(status != _NOT_CAPTURING)
+    return bool(checked(driver.cuStreamIsCapturing, stream) != _NOT_CAPTURING)
