@@ -20,14 +20,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from rich.console import Console
-from rich.progress import Progress
 
 import flashinfer_ar as far
 from benchmarks.edited_headers import edited_headers, time_limit
 from flashinfer_ar import timing
 from flashinfer_ar.bootstrap import CommBackend
 from flashinfer_ar.calls import CallShape
+from flashinfer_ar.cli.options import progress_bar
 from flashinfer_ar.jit import DType, Epilogue
 
 DEVICE = torch.device("cuda", 0)
@@ -173,10 +172,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("no CUDA device", file=sys.stderr)
         return 1
     os.environ.setdefault("FLASHINFER_AR_TIMEOUT_S", "10")
-    console = Console(stderr=True)
     results: list[Result] = []
     groups = list(itertools.product(chosen.world_sizes, chosen.hidden))
-    with Progress(console=console, disable=not console.is_terminal) as progress:
+    with progress_bar() as progress:
         task = progress.add_task("shapes", total=len(groups) * 2 * len(chosen.tokens))
         for world_size, hidden in groups:
             shapes = [

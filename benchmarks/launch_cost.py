@@ -10,7 +10,6 @@ everything prepared. All are timed in turns in one process.
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +20,7 @@ from cuda.bindings import driver
 import flashinfer_ar as far
 from flashinfer_ar.bootstrap import in_process_ranks
 from flashinfer_ar.calls import PreparedCall
+from flashinfer_ar.timing import percentiles
 
 DEVICE = torch.device("cuda", 0)
 NUM_CALLS, NUM_WARMUP_ROUNDS = 200, 20
@@ -98,13 +98,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ) as workspace,
     ):
         times = measure(variants(workspace), chosen.rounds)
-    medians = {name: statistics.median(rounds) for name, rounds in times.items()}
+    shown = {name: percentiles(rounds) for name, rounds in times.items()}
     print(f"{torch.cuda.get_device_name(DEVICE)}; {chosen.rounds} rounds of {NUM_CALLS} calls")
-    for name, median in medians.items():
-        cuts = statistics.quantiles(times[name], n=20, method="inclusive")
-        print(f"{name:20} {median:6.2f} us  ({cuts[0]:.2f} to {cuts[-1]:.2f})")
+    for name, (median, p5, p95) in shown.items():
+        print(f"{name:20} {median:6.2f} us  ({p5:.2f} to {p95:.2f})")
     for name in ("plain", "fused"):
-        print(f"{name}: {medians[name] / medians[name + ', bare launch']:.2f} x the bare launch")
+        print(f"{name}: {shown[name][0] / shown[name + ', bare launch'][0]:.2f} x the bare launch")
     return 0
 
 

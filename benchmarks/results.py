@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.contender import Shape
+from flashinfer_ar.timing import percentiles
 
 OURS = "flashinfer_ar"
 EMPTY = "empty kernel"
@@ -40,8 +41,7 @@ class Timing:
     @classmethod
     def of(cls, harness: str, contender: str, shape: Shape, rounds: Sequence[float]) -> Timing:
         """The summary of at least two rounds."""
-        cuts = statistics.quantiles(rounds, n=20, method="inclusive")
-        return cls(harness, contender, shape, statistics.median(rounds), cuts[0], cuts[-1])
+        return cls(harness, contender, shape, *percentiles(rounds))
 
 
 @dataclass(frozen=True)

@@ -34,8 +34,6 @@ from typing import Any
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # a hardware queue for every rank
 
 import torch
-from rich.console import Console
-from rich.progress import Progress
 
 from benchmarks.contender import Contender, Shape, Tensors
 from benchmarks.device_code import DeviceCode, StagedFeed
@@ -44,6 +42,7 @@ from benchmarks.ours import EPSILON, EmptyKernel, OursFed, OursVirtual
 from benchmarks.peers import FlashInferMnnvl, TensorRtLlm, VllmCustom, build
 from benchmarks.results import ROWS, LeftOut, Results, Timing, plot, report
 from flashinfer_ar import reference
+from flashinfer_ar.cli.options import progress_bar
 from flashinfer_ar.doctor import nvml
 from flashinfer_ar.jit.cache import header_digest
 
@@ -345,8 +344,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     libraries = {} if chosen.no_peers else build.libraries()
     code = DeviceCode()
     streams = [torch.cuda.Stream() for _ in range(max(chosen.world_sizes))]
-    console = Console(stderr=True)
-    with Progress(console=console, disable=not console.is_terminal) as progress:
+    with progress_bar() as progress:
         task = progress.add_task("cells", total=len(groups) * num_shapes)
         for harness, world_size, hidden in groups:
             progress.update(task, description=f"{harness}, {world_size} ranks, hidden {hidden}")

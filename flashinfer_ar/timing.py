@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
@@ -142,6 +143,12 @@ def in_turns(timers: Sequence[Timer], num_rounds: int) -> list[list[float]]:
             if number >= NUM_UNMEASURED_ROUNDS:
                 times[which].append(took)
     return times
+
+
+def percentiles(rounds: Sequence[float]) -> tuple[float, float, float]:
+    """Median, 5th and 95th percentile of at least two rounds."""
+    cuts = statistics.quantiles(rounds, n=20, method="inclusive")
+    return statistics.median(rounds), cuts[0], cuts[-1]
 
 
 @contextlib.contextmanager

@@ -38,7 +38,7 @@ class _Memory(ctypes.Structure):
     )
 
 
-class FlashInferMnnvl:
+class FlashInferMnnvl(shim.Peer):
     """Memory for calls of up to ``max_tokens * hidden`` values, of whatever shape.
 
     Runs in the feeder harness alone, where the multicast address is rank 0's own memory. Its CTAs
@@ -47,7 +47,6 @@ class FlashInferMnnvl:
     """
 
     name = "FlashInfer MNNVL"
-    tolerance = shim.HALF_ULP
 
     def __init__(
         self,
@@ -57,10 +56,7 @@ class FlashInferMnnvl:
         hidden: int,
         harness: shim.Harness = "feeder",
     ) -> None:
-        shim.check_world_size(world_size)
-        self.harness = harness
-        self._world_size = world_size
-        self._shim = shim.Shim(library)
+        super().__init__(library, world_size, harness)
         # Two bytes a value, and a two-shot call rounds its tokens up to whole turns of the ranks.
         rounded = -(-max_tokens // world_size) * world_size
         self._generation_bytes = -(-2 * hidden * rounded * world_size // 32) * 32
@@ -125,34 +121,26 @@ def feed_copies(
     row = shape.hidden * 2
     turn = shape.world_size * row
     peers = range(1, shape.world_size)
-    if not shape.two_shot:
-        return [
-            Copy(
-                source=inputs[peer],
-                source_pitch=row,
-                offset=peer * row,
-                pitch=turn,
-                row_bytes=row,
-                rows=shape.num_tokens,
-            )
-            for peer in peers
-        ]
 
     def tokens_of(rank: int) -> int:
         return len(range(rank, shape.num_tokens, shape.world_size))
 
-    shares = [
+    # In one shot rank 0 sums every token, in two those with token % world_size == 0.
+    summed, every = (tokens_of(0), turn) if shape.two_shot else (shape.num_tokens, row)
+    copies = [
         Copy(
             source=inputs[peer],
-            source_pitch=turn,
+            source_pitch=every,
             offset=peer * row,
             pitch=turn,
             row_bytes=row,
-            rows=tokens_of(0),
+            rows=summed,
         )
         for peer in peers
     ]
-    sums = [
+    if not shape.two_shot:
+        return copies
+    return copies + [
         Copy(
             source=total + peer * row,
             source_pitch=turn,
@@ -164,4 +152,3 @@ def feed_copies(
         for peer in peers
         if tokens_of(peer) > 0
     ]
-    return shares + sums

@@ -93,6 +93,19 @@ class Shim:
             raise PeerError(f"{shape}: {error.decode()}")
 
 
+class Peer:
+    """A peer's library, for so many ranks of one device in one harness."""
+
+    tolerance = HALF_ULP
+
+    def __init__(self, library: Path, world_size: int, harness: Harness) -> None:
+        if world_size not in WORLD_SIZES:
+            raise ValueError(f"world_size must be one of {WORLD_SIZES}, got {world_size}")
+        self.harness = harness
+        self._world_size = world_size
+        self._shim = Shim(library)
+
+
 def addresses(tensors: Sequence[torch.Tensor]) -> list[int]:
     """Where each tensor's data start."""
     return [tensor.data_ptr() for tensor in tensors]
@@ -117,12 +130,6 @@ def wrong_size(shape: Shape, world_size: int, capacity_bytes: int, needed_bytes:
     if needed_bytes > capacity_bytes:
         return f"a rank's memory holds {capacity_bytes} bytes a call, the call needs {needed_bytes}"
     return None
-
-
-def check_world_size(world_size: int) -> None:
-    """Raises ValueError for a number of ranks that the libraries are not built for."""
-    if world_size not in WORLD_SIZES:
-        raise ValueError(f"world_size must be one of {WORLD_SIZES}, got {world_size}")
 
 
 def _call(shape: Shape) -> _Call:

@@ -35,7 +35,7 @@ class _Memory(ctypes.Structure):
     _fields_ = (("workspace", ctypes.c_void_p), ("fp32_acc", ctypes.c_int))
 
 
-class TensorRtLlm:
+class TensorRtLlm(shim.Peer):
     """Memory for calls of up to ``max_tokens * hidden`` values, of whatever shape.
 
     Triggers dependent launches at the end, its default. vLLM has ``fp32_acc`` on, SGLang and
@@ -44,7 +44,6 @@ class TensorRtLlm:
     """
 
     name = "TensorRT-LLM"
-    tolerance = shim.HALF_ULP  # sums rounded rank by rank are off by up to 0.004: twice as much
 
     def __init__(
         self,
@@ -55,12 +54,9 @@ class TensorRtLlm:
         harness: shim.Harness = "virtual",
         fp32_acc: bool = True,
     ) -> None:
-        shim.check_world_size(world_size)
+        super().__init__(library, world_size, harness)
         if not fp32_acc:
-            self.tolerance = 2 * shim.HALF_ULP
-        self.harness = harness
-        self._world_size = world_size
-        self._shim = shim.Shim(library)
+            self.tolerance = 2 * shim.HALF_ULP  # rounded rank by rank: off by up to 0.004
         self._generation_bytes = max_tokens * hidden * 2 * world_size
         if self._generation_bytes > _MAX_GENERATION_BYTES:
             raise ValueError(

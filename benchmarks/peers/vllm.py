@@ -30,7 +30,7 @@ class _Memory(ctypes.Structure):
     )
 
 
-class VllmCustom:
+class VllmCustom(shim.Peer):
     """Memory for messages of up to ``max_tokens * hidden`` values, of whatever shape.
 
     ``num_ctas`` limits a launch, by default to the peer's own maximum (36). Its kernels use so many
@@ -39,7 +39,6 @@ class VllmCustom:
     """
 
     name = "vLLM custom"
-    tolerance = shim.HALF_ULP
 
     def __init__(
         self,
@@ -50,10 +49,7 @@ class VllmCustom:
         harness: shim.Harness = "virtual",
         num_ctas: int | None = None,
     ) -> None:
-        shim.check_world_size(world_size)
-        self.harness = harness
-        self._world_size = world_size
-        self._shim = shim.Shim(library)
+        super().__init__(library, world_size, harness)
         library_calls = self._shim.library
         library_calls.signal_bytes.restype = ctypes.c_int64
         limit: int = library_calls.max_ctas()

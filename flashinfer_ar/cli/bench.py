@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import statistics
 from collections.abc import Sequence
 from json import dumps
 from pathlib import Path
@@ -32,7 +31,7 @@ from flashinfer_ar.jit import HOST_TARGET, DType, Epilogue, KernelKind
 from flashinfer_ar.jit.spec import MAX_WORLD_SIZE
 from flashinfer_ar.launch import target_of
 from flashinfer_ar.strategy import one_shot_limits
-from flashinfer_ar.timing import Rounds, shapes_of, time_both
+from flashinfer_ar.timing import Rounds, percentiles, shapes_of, time_both
 
 _TOKENS = Numbers((1, 4, 16, 32, 128))
 
@@ -48,8 +47,7 @@ class Time:
     @classmethod
     def of(cls, rounds: Sequence[float]) -> Time:
         """The summary of at least two rounds."""
-        cuts = statistics.quantiles(rounds, n=20, method="inclusive")
-        return cls(*(round(each, 3) for each in (statistics.median(rounds), cuts[0], cuts[-1])))
+        return cls(*(round(each, 3) for each in percentiles(rounds)))
 
     def __str__(self) -> str:
         return f"{_shown(self.median)} ({_shown(self.p5)}-{_shown(self.p95)})"
