@@ -41,14 +41,13 @@ from benchmarks.edited_headers import time_limit
 from benchmarks.ours import EPSILON, EmptyKernel, OursFed, OursVirtual
 from benchmarks.peers import FlashInferMnnvl, TensorRtLlm, VllmCustom, build
 from benchmarks.results import ROWS, LeftOut, Results, Timing, plot, report
-from flashinfer_ar import reference
+from flashinfer_ar import reference, timing
 from flashinfer_ar.cli.options import progress_bar
 from flashinfer_ar.doctor import nvml
 from flashinfer_ar.jit.cache import header_digest
 
 PEERS = {"flashinfer_mnnvl": FlashInferMnnvl, "trtllm": TensorRtLlm, "vllm": VllmCustom}
-NUM_LEADING, NUM_MEASURED = 10, 40
-NUM_WARMUP_ROUNDS = 2
+NUM_LEADING_FED = 2  # alone, a rank has no peers to come into step with
 SETUP_LIMIT_S, CELL_LIMIT_S = 240.0, 30.0
 ONE_SHOT_TOKENS = (1, 4, 16, 32, 128)
 TWO_SHOT_TOKENS = (8, 32, 128, 512)  # 64 KiB to 8 MiB a rank at hidden 4096 to 8192
@@ -120,31 +119,6 @@ def check(contender: Contender, data: Data, ranks: Sequence[int]) -> None:
 # ---- Harnesses ----------------------------------------------------------------------------------
 
 
-class EventTimed:
-    """A graph that measures itself: ``leading`` bodies, then ``NUM_MEASURED`` between events."""
-
-    def __init__(self, stream: torch.cuda.Stream, leading: int, body: Any) -> None:
-        self._stream = stream
-        self._events = [torch.cuda.Event(enable_timing=True, external=True) for _ in range(2)]
-        self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph, stream=stream, capture_error_mode="thread_local"):
-            for _ in range(leading):
-                body()
-            self._events[0].record()
-            for _ in range(NUM_MEASURED):
-                body()
-            self._events[1].record()
-        torch.cuda.synchronize()
-
-    def replay(self) -> None:
-        with torch.cuda.stream(self._stream):
-            self._graph.replay()
-
-    def microseconds(self) -> float:
-        """Of one body; the replay has ended."""
-        return float(self._events[0].elapsed_time(self._events[1])) * 1e3 / NUM_MEASURED
-
-
 class VirtualCell:
     """One contender's graphs of one shape, a rank each."""
 
@@ -160,7 +134,9 @@ class VirtualCell:
         torch.cuda.synchronize()
         check(contender, data, self._all_ranks)
         self._graphs = [
-            EventTimed(streams[rank], NUM_LEADING, lambda rank=rank: self._launch(rank))
+            timing.TimedGraph(
+                streams[rank], timing.NUM_LEADING, lambda rank=rank: self._launch(rank)
+            )
             for rank in self._all_ranks
         ]
 
@@ -207,9 +183,9 @@ class FeederCell:
             both()
         torch.cuda.synchronize()
         check(contender, data, [0])
-        self._both = EventTimed(stream, 2, both)
+        self._both = timing.TimedGraph(stream, NUM_LEADING_FED, both)
         # Writes what is there already: the call has not run, so the generation is the same.
-        self._feeder = EventTimed(stream, 2, feeder)
+        self._feeder = timing.TimedGraph(stream, NUM_LEADING_FED, feeder)
 
     def measure(self) -> float:
         self._feeder.replay()
@@ -228,16 +204,12 @@ def measure_cells(
     harness: str, shape: Shape, cells: dict[str, Any], num_rounds: int
 ) -> list[Timing]:
     """All contenders of a shape, in turns whose order changes from round to round."""
-    times: dict[str, list[float]] = {name: [] for name in cells}
-    for number in range(NUM_WARMUP_ROUNDS + num_rounds):
-        names = list(cells) if number % 2 else list(reversed(cells))
-        for name in names:
-            took = cells[name].measure()
-            if number >= NUM_WARMUP_ROUNDS:
-                times[name].append(took)
+    times = timing.in_turns(list(cells.values()), num_rounds)
     for cell in cells.values():
         cell.finish()
-    return [Timing.of(harness, name, shape, taken) for name, taken in times.items()]
+    return [
+        Timing.of(harness, name, shape, taken) for name, taken in zip(cells, times, strict=True)
+    ]
 
 
 def make_contenders(

@@ -78,8 +78,37 @@ def launcher(workspace: MNNVLAllReduceFusionWorkspace, shape: CallShape) -> Call
     )
 
 
+class TimedGraph:
+    """Calls in a row in a CUDA graph; events inside it time all but ``num_leading`` ones."""
+
+    def __init__(
+        self, stream: torch.cuda.Stream, num_leading: int, launch: Callable[[], object]
+    ) -> None:
+        self._stream = stream
+        self._launch = launch  # keeps the tensors
+        self._events = [torch.cuda.Event(enable_timing=True, external=True) for _ in range(2)]
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph, stream=stream, capture_error_mode="thread_local"):
+            for _ in range(num_leading):
+                launch()
+            self._events[0].record()
+            for _ in range(NUM_MEASURED):
+                launch()
+            self._events[1].record()
+        torch.cuda.synchronize(stream.device)
+
+    def replay(self) -> None:
+        """Start all calls on the graph's stream."""
+        with torch.cuda.stream(self._stream):
+            self._graph.replay()
+
+    def microseconds(self) -> float:
+        """Of one call; the replay has ended."""
+        return float(self._events[0].elapsed_time(self._events[1])) * 1e3 / NUM_MEASURED
+
+
 class _GraphTimer:
-    """Calls in a row; events inside the graph time all but the leading ones."""
+    """A graph a rank."""
 
     def __init__(
         self,
@@ -88,32 +117,18 @@ class _GraphTimer:
         launch: Callable[[], object],
     ) -> None:
         self._comm, self._workspace = comm, workspace
-        self._launch = launch  # keeps the tensors
-        self._events = [torch.cuda.Event(enable_timing=True, external=True) for _ in range(2)]
-        self._graph = torch.cuda.CUDAGraph()
         for turn in range(comm.Get_size()):
             comm.barrier()
             if turn == comm.Get_rank():
-                self._capture()
+                stream = torch.cuda.current_stream(workspace.device)
+                self._graph = TimedGraph(stream, NUM_LEADING, launch)
         comm.barrier()
-
-    def _capture(self) -> None:
-        stream = torch.cuda.current_stream(self._workspace.device)
-        with torch.cuda.graph(self._graph, stream=stream, capture_error_mode="thread_local"):
-            for _ in range(NUM_LEADING):
-                self._launch()
-            self._events[0].record()
-            for _ in range(NUM_MEASURED):
-                self._launch()
-            self._events[1].record()
-        torch.cuda.synchronize(self._workspace.device)
 
     def measure(self) -> float:
         self._comm.barrier()
         self._graph.replay()
         self._workspace.synchronize()
-        own = self._events[0].elapsed_time(self._events[1]) * 1e3 / NUM_MEASURED
-        return float(max(self._comm.allgather(own)))
+        return float(max(self._comm.allgather(self._graph.microseconds())))
 
 
 class _HostTimer:
