@@ -11,6 +11,7 @@ from cuda.bindings import driver
 from benchmarks.contender import Copy, Feed
 from flashinfer_ar.driver import checked
 from flashinfer_ar.jit import nvrtc
+from flashinfer_ar.launch.cuda import cluster_attribute, pdl_attribute
 
 FEEDER_CTAS, FEEDER_THREADS = 132, 256
 
@@ -126,13 +127,7 @@ def _launch(
     config.gridDimX, config.gridDimY, config.gridDimZ = *grid, 1
     config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
     config.hStream = stream
-    pdl, shape = driver.CUlaunchAttribute(), driver.CUlaunchAttribute()
-    ids = driver.CUlaunchAttributeID
-    pdl.id = ids.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-    pdl.value.programmaticStreamSerializationAllowed = 1
-    shape.id = ids.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
-    shape.value.clusterDim.x, shape.value.clusterDim.y, shape.value.clusterDim.z = cluster, 1, 1
-    config.attrs = [pdl, shape]
+    config.attrs = [pdl_attribute(), cluster_attribute(cluster)]
     config.numAttrs = 2
     pointers = (ctypes.c_void_p * 1)(ctypes.addressof(params) if params is not None else None)
     checked(driver.cuLaunchKernelEx, config, function, ctypes.addressof(pointers), 0)

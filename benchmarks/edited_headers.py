@@ -23,7 +23,7 @@ def edited_headers(header: str, before: str, after: str) -> Iterator[None]:
         path = copy / "flashinfer_ar" / header
         text = path.read_text()
         if text.count(before) != 1:
-            raise SystemExit(f"{header} has changed: {before.strip()!r} is not there once")
+            raise ValueError(f"{header} has changed: {before.strip()!r} is not there once")
         path.write_text(text.replace(before, after))
         cache.include_dir = lambda: copy
         cuda._load_function.cache_clear()  # what is loaded came from the real headers

@@ -1,4 +1,4 @@
-"""What the CUDA tests share: calls staged on the device, graphs of them, edited kernels.
+"""What the CUDA tests share: calls staged on the device, graphs of them.
 
 Ranks are threads that share the device, and a kernel of one waits for the kernels of all. So
 between a rank's launches nothing may wait for the device: tensors are made, and torch's own kernels
@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import shutil
 
 import pytest
 import torch
 from harness import random_call
 
 import flashinfer_ar as far
-from flashinfer_ar.jit import cache
 
 DEVICE = torch.device("cuda", 0)
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -159,21 +157,3 @@ class DeviceFunction:
                 self._driver.cuLaunchKernel,
                 *(self._function, *grid, *block, 0, stream, (values, types), 0),
             )
-
-
-@contextlib.contextmanager
-def edited_headers(folder, edits):
-    """Kernels come from a copy of the headers with ``edits``, ``(header, old, new)``, made once."""
-    from flashinfer_ar.launch import cuda
-
-    copy = folder / "include"
-    shutil.copytree(cache.include_dir(), copy)
-    for header, old, new in edits:
-        path = copy / "flashinfer_ar" / header
-        assert path.read_text().count(old) == 1, f"{header} has changed: {old}"
-        path.write_text(path.read_text().replace(old, new))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cache, "include_dir", lambda: copy)
-        cuda._load_function.cache_clear()  # what is loaded already came from the real headers
-        yield copy / "flashinfer_ar"
-    cuda._load_function.cache_clear()

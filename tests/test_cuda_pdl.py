@@ -15,13 +15,13 @@ from cuda_tools import (
     DeviceFunction,
     Staged,
     capture_in_turn,
-    edited_headers,
     needs_cuda,
 )
 from harness import Strategy, assert_outputs_equal, random_call, stream_of_rank
 from workspace_tools import open_workspace
 
 import flashinfer_ar as far
+from benchmarks.edited_headers import edited_headers
 from flashinfer_ar import reference
 
 pytestmark = needs_cuda
@@ -228,12 +228,12 @@ def test_what_a_producer_writes_late_is_read_whole(strategy, in_graph):
     require_right(stale_and_right(strategy), in_graph)
 
 
-def test_control_without_the_wait_the_same_call_reads_stale_data(tmp_path):
+def test_control_without_the_wait_the_same_call_reads_stale_data():
     """Shows that the test above can fail: kernels that do not wait for the grid before them."""
     pairs = stale_and_right(Strategy.ONESHOT)[:1]
     wait = 'asm volatile("griddepcontrol.wait;" ::: "memory");'
     with (
-        edited_headers(tmp_path, [("platform_cuda.cuh", wait, "")]),
+        edited_headers("platform_cuda.cuh", wait, ""),
         pytest.raises(AssertionError, match="elements differ"),
     ):
         require_right(pairs, in_graph=False)

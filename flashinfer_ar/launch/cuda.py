@@ -105,8 +105,8 @@ class CudaKernel:
         config.blockDimX = self._spec.geometry.threads
         config.gridDimY = config.gridDimZ = config.blockDimY = config.blockDimZ = 1
         config.sharedMemBytes = self._spec.shared_bytes
-        attributes = [_cluster_attribute(self._cluster)] if self._cluster > 1 else []
-        config.attrs = [*attributes, _pdl_attribute()] if launch_with_pdl else attributes
+        attributes = [cluster_attribute(self._cluster)] if self._cluster > 1 else []
+        config.attrs = [*attributes, pdl_attribute()] if launch_with_pdl else attributes
         config.numAttrs = len(config.attrs)
         return config
 
@@ -188,7 +188,8 @@ class CudaSubstrate:
         self.control = 0
 
 
-def _cluster_attribute(cluster: int) -> Any:
+def cluster_attribute(cluster: int) -> Any:
+    """For ``CUlaunchConfig``: CTAs in clusters of so many."""
     attribute = driver.CUlaunchAttribute()
     attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
     attribute.value.clusterDim.x = cluster
@@ -197,7 +198,8 @@ def _cluster_attribute(cluster: int) -> Any:
     return attribute
 
 
-def _pdl_attribute() -> Any:
+def pdl_attribute() -> Any:
+    """For ``CUlaunchConfig``: the launch may start before the grid before it has ended."""
     attribute = driver.CUlaunchAttribute()
     attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
     attribute.value.programmaticStreamSerializationAllowed = 1
