@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -24,16 +24,27 @@ def build(spec: KernelSpec) -> Path:
 
 
 def build_all(specs: Sequence[KernelSpec]) -> list[Path]:
-    """The paths of the binaries of ``specs``, in their order; as many compilers as CPU cores.
+    """The paths of the binaries of ``specs``, in their order; raises as :func:`build_each`."""
+    return list(build_each(specs))
 
-    Raises as :func:`build`, for the first one that fails.
+
+def build_each(
+    specs: Sequence[KernelSpec], num_workers: int | None = None
+) -> Generator[Path, None, None]:
+    """The paths of the binaries of ``specs`` in their order, each as soon as it is there.
+
+    ``num_workers`` compilers at a time, by default one a CPU core. Raises as :func:`build`, for the
+    first one that fails; what has not begun by then, or when it is closed, is left out.
     """
     found = [_find(spec) for spec in specs]
     # Threads are enough: NVRTC runs without the GIL, and g++ in a process of its own.
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+    with ThreadPoolExecutor(num_workers or len(os.sched_getaffinity(0))) as pool:
         missing = (spec for spec, path in zip(specs, found, strict=True) if path is None)
         built = pool.map(build, missing)
-        return [path or next(built) for path in found]
+        try:
+            yield from (path or next(built) for path in found)
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
 
 
 def _find(spec: KernelSpec) -> Path | None:
@@ -51,4 +62,5 @@ __all__ = [
     "KernelSpec",
     "build",
     "build_all",
+    "build_each",
 ]

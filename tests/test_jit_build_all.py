@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 
 import pytest
 
@@ -67,3 +68,19 @@ def test_raises_what_a_build_raises(runs):
 
 def test_nothing_to_build():
     assert jit.build_all([]) == []
+
+
+def test_begins_nothing_more_once_it_is_closed(monkeypatch):
+    begun, go_on = [], threading.Event()
+
+    def build(spec):
+        begun.append(spec)
+        return spec if spec is SPECS[0] else go_on.wait(10)
+
+    monkeypatch.setattr(jit, "build", build)
+    monkeypatch.setattr(jit, "_find", lambda spec: None)
+    paths = jit.build_each(SPECS, num_workers=1)
+    assert next(paths) is SPECS[0]
+    threading.Timer(0.1, go_on.set).start()
+    paths.close()
+    assert SPECS[2] not in begun

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-import os
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated
 
@@ -114,7 +113,7 @@ def build(
     started = time.monotonic()
     root = _cache_folder()
     try:
-        num_built = _build_all(specs, root, workers or len(os.sched_getaffinity(0)))
+        num_built = _build_all(specs, root, workers)
     except JitError as error:
         raise failed(str(error)) from None
     typer.echo(
@@ -180,20 +179,15 @@ def _cache_folder() -> Path:
         raise failed(f"FLASHINFER_AR_CACHE_DIR: {error}") from None
 
 
-def _build_all(specs: Sequence[KernelSpec], root: Path, workers: int) -> int:
+def _build_all(specs: Sequence[KernelSpec], root: Path, workers: int | None) -> int:
     """Build into the cache folder ``root``; how many of ``specs`` were not there before."""
     known = {entry.name for entry in root.iterdir()}
     num_built = 0
-    # Threads are enough: NVRTC runs without the GIL, and g++ in a process of its own.
-    with progress_bar() as progress, ThreadPoolExecutor(workers) as pool:
-        builds = [pool.submit(jit.build, spec) for spec in specs]
-        try:
-            for one in progress.track(builds, description="compiling"):
-                entry = one.result().parent
-                if entry.parent != root:  # the cache has warned and said why
-                    raise JitError(f"FLASHINFER_AR_CACHE_DIR: {root} takes no kernels")
-                num_built += entry.name not in known
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
+    # Closed, so that after an error no other kernel is begun.
+    with progress_bar() as progress, contextlib.closing(jit.build_each(specs, workers)) as paths:
+        for path in progress.track(paths, total=len(specs), description="compiling"):
+            entry = path.parent
+            if entry.parent != root:  # the cache has warned and said why
+                raise JitError(f"FLASHINFER_AR_CACHE_DIR: {root} takes no kernels")
+            num_built += entry.name not in known
     return num_built
