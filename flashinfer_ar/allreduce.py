@@ -59,7 +59,7 @@ def trtllm_mnnvl_allreduce(
     if call is None:
         return output
     call.place(input.data_ptr(), output.data_ptr())
-    workspace.remember(CheckedCall(call, input, output))
+    workspace.remember(call, (input, output))
     call.start(launch_with_pdl)
     return output
 
@@ -137,7 +137,7 @@ def trtllm_mnnvl_fused_allreduce_add_rmsnorm(
     tensors = input, output, residual_in, residual_out, gamma
     call.place_fused(*(tensor.data_ptr() for tensor in tensors))
     call.set_numbers(epsilon, weight_bias)
-    workspace.remember(CheckedCall(call, *tensors, numbers=numbers))
+    workspace.remember(call, tensors, numbers)
     call.start(launch_with_pdl)
     return output, residual_out
 

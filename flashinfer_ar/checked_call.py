@@ -7,7 +7,7 @@ layer after layer, so a call is first compared with what passed; only what is ne
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -44,8 +44,8 @@ class CheckedCall:
     def __init__(
         self,
         prepared: PreparedCall,
-        *tensors: torch.Tensor,
-        numbers: tuple[float | None, float] = (None, 0.0),
+        tensors: Sequence[torch.Tensor],
+        numbers: tuple[float | None, float],
     ) -> None:
         self.prepared = prepared
         self.start = prepared.start
@@ -55,20 +55,24 @@ class CheckedCall:
         self._epsilon, self._weight_bias = numbers
         self._is_like_input = _guard(tensors[0])  # all but gamma are
         self._is_like_gamma = _guard(tensors[-1])
-        self._places = {tuple(tensor.data_ptr() for tensor in tensors)}
+        self._places = {_place_of(tensors)}
 
-    def merged_into(self, before: CheckedCall | None) -> CheckedCall:
-        """The call before with this one's place, if only that is new; else this call."""
-        if (
-            before is None
-            or before.prepared is not self.prepared
-            or not _are_same(before._epsilon, self._epsilon)
-            or not _are_same(before._weight_bias, self._weight_bias)
-            or len(before._places) >= _MAX_PLACES
+    def add(
+        self,
+        prepared: PreparedCall,
+        tensors: Sequence[torch.Tensor],
+        numbers: tuple[float | None, float],
+    ) -> bool:
+        """Remember where the tensors of another call that passed lie, if only that is new."""
+        if not (
+            prepared is self.prepared
+            and _are_same(numbers[0], self._epsilon)
+            and _are_same(numbers[1], self._weight_bias)
+            and len(self._places) < _MAX_PLACES
         ):
-            return self
-        before._places |= self._places
-        return before
+            return False
+        self._places.add(_place_of(tensors))
+        return True
 
     def takes(
         self,
@@ -129,6 +133,10 @@ class CheckedCall:
             return False
         self._place_fused(*place)
         return True
+
+
+def _place_of(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
+    return tuple(tensor.data_ptr() for tensor in tensors)
 
 
 def _are_same(number: float | None, other: float | None) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections.abc import Sequence
 
 import torch
 
@@ -251,17 +252,24 @@ class MNNVLAllReduceFusionWorkspace(AllReduceFusionWorkspace):
             agree_on_value(self._comm, "the call", shape, CallMismatchError)
         return self._calls.prepare(shape) if shape.num_tokens else None
 
-    def remember(self, call: CheckedCall) -> None:
+    def remember(
+        self,
+        call: PreparedCall,
+        tensors: Sequence[torch.Tensor],
+        numbers: tuple[float | None, float] = (None, 0.0),
+    ) -> None:
         """Take calls like this one, which passed every check, without asking :meth:`prepare`.
 
         Never in debug mode, and only until the workspace gives its memory back or is closed.
         """
-        if self._debug:
+        plain = call.shape.epilogue is Epilogue.NONE
+        last = self.last_plain if plain else self.last_fused
+        if self._debug or (last is not None and last.add(call, tensors, numbers)):
             return
-        if call.prepared.shape.epilogue is Epilogue.NONE:
-            self.last_plain = call.merged_into(self.last_plain)
+        if plain:
+            self.last_plain = CheckedCall(call, tensors, numbers)
         else:
-            self.last_fused = call.merged_into(self.last_fused)
+            self.last_fused = CheckedCall(call, tensors, numbers)
 
     def _forget(self) -> None:
         self.last_plain = self.last_fused = None
