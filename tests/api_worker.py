@@ -112,6 +112,12 @@ def meet(launcher):
     return far.TorchDistBackend()
 
 
+def part(launcher):
+    """End the group: a process that ends with gloo's threads running may be aborted by them."""
+    if launcher == "torch":
+        torch.distributed.destroy_process_group()
+
+
 def device_of(name, rank):
     if name == "cuda":
         torch.cuda.set_device(rank % torch.cuda.device_count())
@@ -125,6 +131,7 @@ def main(launcher, device_name, *jobs):
     for job in jobs:
         JOBS[job](comm, device)
         print(f"rank {comm.Get_rank()} of {comm.Get_size()}: {job} ok", flush=True)
+    part(launcher)
 
 
 if __name__ == "__main__":

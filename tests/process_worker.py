@@ -11,7 +11,7 @@ import sys
 import time
 
 import torch
-from api_worker import device_of, meet
+from api_worker import device_of, meet, part
 from cuda_tools import Staged, capture_in_turn, make_calls
 from harness import Strategy, assert_outputs_equal, stream_of_rank
 from test_stress import run_random_calls
@@ -216,6 +216,7 @@ def main(launcher, device_name, *jobs):
     for job in jobs:
         JOBS[job](comm, device)
         announce(comm, job)
+    part(launcher)
 
 
 if __name__ == "__main__":
