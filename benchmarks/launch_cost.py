@@ -13,6 +13,7 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from cuda.bindings import driver
@@ -30,8 +31,8 @@ EPSILON = 1e-5
 
 def bare(call: PreparedCall) -> Callable[[], object]:
     """The launch that a call ends with, alone."""
-    launch = call._launch
-    config, arguments, function = launch._configs[1], launch._arguments_address, launch._function
+    launch: Any = call.launch
+    config, function, arguments = launch.configs[1], launch.function, launch.arguments
     enqueue = driver.cuLaunchKernelEx
     return lambda: enqueue(config, function, arguments, 0)
 

@@ -180,7 +180,7 @@ class OursFed:
         if shape.fused:
             more = tensors.residual_in, tensors.residual_out, tensors.gamma
             call.set_numbers(EPSILON, 0.0)
-            call.place_fused(*addresses, *(tensor.data_ptr() for tensor in more))
+            call.place(*addresses, *(tensor.data_ptr() for tensor in more))
         else:
             call.place(*addresses)
         call.start(True)
@@ -226,7 +226,8 @@ class EmptyKernel:
 
     def launch(self, shape: Shape, rank: int, tensors: Tensors, stream: int) -> None:
         del rank, tensors
-        config = self._ours.prepared(shape)._launch._configs[1]
+        launch: Any = self._ours.prepared(shape).launch
+        config = launch.configs[1]
         cluster = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
         sizes = [each.value.clusterDim.x for each in config.attrs if each.id == cluster]
         self._code.launch_empty(stream, config.gridDimX, config.blockDimX, max(sizes, default=1))

@@ -50,9 +50,8 @@ def trtllm_mnnvl_allreduce(
     if (
         last is not None
         and output is not None
-        and last.takes(input, launch_with_pdl, output, strategy)
+        and last.start(input, launch_with_pdl, output, strategy)
     ):
-        last.start(launch_with_pdl)
         return output
     output = arguments.check_plain(input, workspace, launch_with_pdl, output, strategy)
     call = workspace.prepare(_shape(input, Epilogue.NONE, strategy))
@@ -104,7 +103,7 @@ def trtllm_mnnvl_fused_allreduce_add_rmsnorm(
         last is not None
         and output is not None
         and residual_out is not None
-        and last.takes_fused(
+        and last.start_fused(
             input,
             residual_in,
             gamma,
@@ -116,7 +115,6 @@ def trtllm_mnnvl_fused_allreduce_add_rmsnorm(
             weight_bias,
         )
     ):
-        last.start(launch_with_pdl)
         return output, residual_out
     numbers = epsilon, weight_bias
     output, residual_out, epsilon, weight_bias = arguments.check_fused(
@@ -135,7 +133,7 @@ def trtllm_mnnvl_fused_allreduce_add_rmsnorm(
     if call is None:
         return output, residual_out
     tensors = input, output, residual_in, residual_out, gamma
-    call.place_fused(*(tensor.data_ptr() for tensor in tensors))
+    call.place(*(tensor.data_ptr() for tensor in tensors))
     call.set_numbers(epsilon, weight_bias)
     workspace.remember(call, tensors, numbers)
     call.start(launch_with_pdl)

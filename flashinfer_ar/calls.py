@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -16,9 +15,6 @@ from flashinfer_ar.jit.spec import PACK_BYTES
 from flashinfer_ar.launch import LoadedKernel, PreparedLaunch, Substrate
 from flashinfer_ar.memory import SymmetricMemory
 from flashinfer_ar.strategy import MNNVLAllreduceFusionStrategy, OneShotLimits
-
-# The addresses of input, output, residual_in, residual_out and gamma, with which Params starts.
-_ADDRESSES = struct.Struct("=5Q")
 
 
 @dataclass(frozen=True)
@@ -58,7 +54,10 @@ class CallShape:
 
 
 class PreparedCall:
-    """A launch of which only the tensors' addresses and two numbers change from call to call."""
+    """A launch of which only the tensors' addresses and two numbers change from call to call.
+
+    ``params`` holds them; ``enqueue`` is :meth:`start` for who has seen ``record.state`` at zero.
+    """
 
     def __init__(
         self,
@@ -71,38 +70,34 @@ class PreparedCall:
     ) -> None:
         self.shape = shape
         self.kind = kind
-        self._params = params
-        self._launch = launch
-        self._ends_at_once = launch.ends_at_once
-        self._record = record
+        self.launch = launch
+        self.params = params
+        self.record = record
         self._raise_on_timeout = raise_on_timeout
+        self.enqueue = self.start if launch.ends_at_once else launch.start
 
-    def place(self, input: int, output: int) -> None:
-        """Set the addresses of the next plain call's tensors."""
-        self._params.input = input
-        self._params.output = output
-
-    def place_fused(
-        self, input: int, output: int, residual_in: int, residual_out: int, gamma: int
+    def place(
+        self, input: int, output: int, residual_in: int = 0, residual_out: int = 0, gamma: int = 0
     ) -> None:
-        """Set the addresses of the next fused call's tensors."""
-        _ADDRESSES.pack_into(self._params, 0, input, output, residual_in, residual_out, gamma)
+        """Set the addresses of the next call's tensors."""
+        params = self.params
+        params.input, params.output = input, output
+        params.residual_in, params.residual_out, params.gamma = residual_in, residual_out, gamma
 
     def set_numbers(self, epsilon: float, weight_bias: float) -> None:
         """Set the numbers of this and the next fused calls."""
-        self._params.epsilon = epsilon
-        self._params.weight_bias = weight_bias
+        self.params.epsilon = epsilon
+        self.params.weight_bias = weight_bias
 
     def start(self, launch_with_pdl: bool) -> None:
         """Start the kernel on the current stream; on the host, run it to its end.
 
         Raises ``AllReduceTimeoutError`` if this call, or on a GPU an earlier one, ran out of time.
         """
-        record = self._record
-        if record.state:  # a call before: the ring holds half of it, and nothing may follow
+        if self.record.state:  # a call before: the ring holds half of it, and nothing may follow
             self._raise_on_timeout()
-        self._launch.start(launch_with_pdl)
-        if self._ends_at_once and record.state:  # this call
+        self.launch.start(launch_with_pdl)
+        if self.launch.ends_at_once and self.record.state:  # this call
             self._raise_on_timeout()
 
 

@@ -21,24 +21,26 @@ _MAX_PLACES = 4096  # a model's layers times the buffers that an allocator hands
 class CheckedCall:
     """A prepared call, and the tensors and numbers with which it passed.
 
-    ``takes`` compares all that the checks depend on: the strategy, the flag, the numbers, each
-    tensor's type, shape, layout, dtype and device, and the addresses of all tensors together, by
-    which they are aligned and apart. A "no" may be wrong (tensors that require a gradient, another
-    mode of torch than before), a "yes" never. Written out tensor by tensor: this is timed
+    ``start`` and ``start_fused`` compare all that the checks depend on: the strategy, the flag, the
+    numbers, each tensor's type, shape, layout, dtype and device, and the addresses of all tensors
+    together, by which they are aligned and apart. A "no" may be wrong (a timeout before, tensors
+    that require a gradient, another mode of torch, ``input`` as ``residual_in``), a "yes" never.
+    Written out tensor by tensor, with every function looked up before: this is timed
     (benchmarks/launch_cost.py).
     """
 
     __slots__ = (
+        "_are_like_inputs",
+        "_are_like_outputs",
+        "_enqueue",
         "_epsilon",
-        "_is_like_gamma",
         "_is_like_input",
-        "_place",
-        "_place_fused",
+        "_params",
         "_places",
+        "_record",
         "_strategy",
         "_weight_bias",
         "prepared",
-        "start",
     )
 
     def __init__(
@@ -48,14 +50,20 @@ class CheckedCall:
         numbers: tuple[float | None, float],
     ) -> None:
         self.prepared = prepared
-        self.start = prepared.start
-        self._place = prepared.place
-        self._place_fused = prepared.place_fused
+        self._enqueue = prepared.enqueue
+        self._params = prepared.params
+        self._record = prepared.record
         self._strategy = prepared.shape.strategy
         self._epsilon, self._weight_bias = numbers
-        self._is_like_input = _guard(tensors[0])  # all but gamma are
-        self._is_like_gamma = _guard(tensors[-1])
         self._places = {_place_of(tensors)}
+        # A guard says no to a tensor that comes twice, so none gets an output beside an input.
+        if len(tensors) == 2:
+            self._is_like_input = _guard(tensors[0])
+            self._are_like_inputs = _guard(tensors[0], tensors[0])
+        else:
+            input, output, residual_in, residual_out, gamma = tensors
+            self._are_like_inputs = _guard(input, residual_in, gamma)
+            self._are_like_outputs = _guard(output, residual_out)
 
     def add(
         self,
@@ -74,29 +82,34 @@ class CheckedCall:
         self._places.add(_place_of(tensors))
         return True
 
-    def takes(
+    def start(
         self,
         input: torch.Tensor,
         launch_with_pdl: bool,
         output: torch.Tensor,
         strategy: MNNVLAllreduceFusionStrategy,
     ) -> bool:
-        """Whether a plain call passes; if so, its tensors are in place."""
-        is_like_input = self._is_like_input
+        """Start a plain call if it is like this one; whether it was."""
         if not (
             strategy is self._strategy
             and (launch_with_pdl is True or launch_with_pdl is False)
-            and is_like_input(input)
-            and is_like_input(output)
+            and (
+                self._is_like_input(input)
+                if output is input
+                else self._are_like_inputs(input, output)
+            )
+            and not self._record.state
         ):
             return False
         place = (input.data_ptr(), output.data_ptr())
         if place not in self._places:
             return False
-        self._place(*place)
+        params = self._params
+        params.input, params.output = place
+        self._enqueue(launch_with_pdl)
         return True
 
-    def takes_fused(
+    def start_fused(
         self,
         input: torch.Tensor,
         residual_in: torch.Tensor,
@@ -108,18 +121,15 @@ class CheckedCall:
         strategy: MNNVLAllreduceFusionStrategy,
         weight_bias: float,
     ) -> bool:
-        """Whether a fused call passes; if so, its tensors are in place, and its numbers still."""
-        is_like_input = self._is_like_input
+        """Start a fused call if it is like this one, numbers too; whether it was."""
         if not (
             strategy is self._strategy
             and (launch_with_pdl is True or launch_with_pdl is False)
             and (epsilon is self._epsilon or _are_same(epsilon, self._epsilon))
             and (weight_bias is self._weight_bias or _are_same(weight_bias, self._weight_bias))
-            and is_like_input(input)
-            and is_like_input(residual_in)
-            and self._is_like_gamma(gamma)
-            and is_like_input(output)
-            and is_like_input(residual_out)
+            and self._are_like_inputs(input, residual_in, gamma)
+            and self._are_like_outputs(output, residual_out)
+            and not self._record.state
         ):
             return False
         place = (
@@ -131,7 +141,15 @@ class CheckedCall:
         )
         if place not in self._places:
             return False
-        self._place_fused(*place)
+        params = self._params
+        (
+            params.input,
+            params.output,
+            params.residual_in,
+            params.residual_out,
+            params.gamma,
+        ) = place
+        self._enqueue(launch_with_pdl)
         return True
 
 
@@ -144,20 +162,20 @@ def _are_same(number: float | None, other: float | None) -> bool:
     return number is other or (type(number) is type(other) is float and number == other)
 
 
-def _guard(like: torch.Tensor) -> Callable[[object], bool]:
-    """Whether another object has this tensor's type, shape, strides, dtype and device."""
+def _guard(*like: torch.Tensor) -> Callable[..., bool]:
+    """Whether as many other objects have these tensors' types, shapes, strides, dtypes, devices."""
     if _torch_guards_hold():
-        return _torch_guard(like)
-    return functools.partial(_has_traits, _traits(like))
+        return _torch_guard(*like)
+    return functools.partial(_have_traits, [_traits(tensor) for tensor in like])
 
 
-def _torch_guard(like: torch.Tensor) -> Callable[[object], bool]:
+def _torch_guard(*like: torch.Tensor) -> Callable[..., bool]:
     """What ``torch.compile`` asks before it runs what it compiled, and faster than Python can."""
     from torch._C._dynamo.guards import TensorGuards
 
     guards: Any = TensorGuards  # torch's own types leave out the tensors
-    check: Callable[[object], bool]
-    check = guards(like, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+    check: Callable[..., bool]
+    check = guards(*like, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
     return check
 
 
@@ -165,17 +183,18 @@ def _torch_guard(like: torch.Tensor) -> Callable[[object], bool]:
 def _torch_guards_hold() -> bool:
     """Whether this torch has guards that see every difference: they have no public name."""
     like = torch.zeros(2, 8, dtype=torch.float16, device="cpu")
-    across = torch.zeros(8, 2, dtype=torch.float16, device="cpu").t()
-    others = (like[:1], like[0], across, like.bfloat16(), like.to("meta"), like.numpy(), None)
+    row, across = like[0], torch.zeros(8, 2, dtype=torch.float16, device="cpu").t()
+    others = (like[:1], like[1], across, like.bfloat16(), like.to("meta"), like.numpy(), None)
     try:
-        is_like = _torch_guard(like)
-        return is_like(like.clone()) and not any(map(is_like, others))
+        are_like = _torch_guard(like, row)
+        wrong = [(other, row) for other in others] + [(like, other) for other in others[2:]]
+        return are_like(like.clone(), row.clone()) and not any(are_like(*pair) for pair in wrong)
     except (ImportError, AttributeError, TypeError):
         return False
 
 
-def _has_traits(traits: object, tensor: object) -> bool:
-    return isinstance(tensor, torch.Tensor) and _traits(tensor) == traits
+def _have_traits(traits: Sequence[object], *tensors: object) -> bool:
+    return [isinstance(each, torch.Tensor) and _traits(each) for each in tensors] == traits
 
 
 def _traits(tensor: torch.Tensor) -> object:

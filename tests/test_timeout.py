@@ -140,7 +140,7 @@ def launch_unchecked(workspace, row, output, strategy):
     shape = CallShape(*row.shape, DType.BFLOAT16, Epilogue.NONE, strategy)
     call = workspace.prepare(shape)
     call.place(row.data_ptr(), output.data_ptr())
-    call._launch.start(False)
+    call.launch.start(False)
 
 
 def synchronize(device):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -46,25 +47,28 @@ class CudaLaunch:
     def __init__(
         self, kernel: CudaKernel, params: Params, num_ctas: int, may_start_early: bool
     ) -> None:
-        self._function = kernel.function
-        self._device_index = kernel.device_index
-        self._context = kernel.context
-        self._order = kernel.order
-        with_pdl = kernel.config(num_ctas, launch_with_pdl=may_start_early)
-        self._configs = (kernel.config(num_ctas), with_pdl)
-        self._streams = [0, 0]  # of the two configurations
+        self.function = kernel.function
+        self.configs = (
+            kernel.config(num_ctas),
+            kernel.config(num_ctas, launch_with_pdl=may_start_early),
+        )
         # One argument: an array of one pointer, to the parameter block, which the driver copies.
         self._arguments = (ctypes.c_void_p * 1)(ctypes.addressof(params))
-        self._arguments_address = ctypes.addressof(self._arguments)
+        self.arguments = ctypes.addressof(self._arguments)
+        self._current_stream = functools.partial(
+            torch._C._cuda_getCurrentRawStream, kernel.device_index
+        )
+        self._context = kernel.context
+        self._order = kernel.order
+        # By `launch_with_pdl`: the stream in the configuration, and the launch.
+        self._launches = [(0, self._launch_of(config)) for config in self.configs]
 
     def start(self, launch_with_pdl: bool) -> None:
         """Enqueue the kernel on torch's current stream of the device."""
-        stream = torch._C._cuda_getCurrentRawStream(self._device_index)
-        if stream == self._order.settled and stream == self._streams[launch_with_pdl]:
-            config = self._configs[launch_with_pdl]
-            code = driver.cuLaunchKernelEx(config, self._function, self._arguments_address, 0)[0]
-            if code == _SUCCESS:
-                return
+        stream = self._current_stream()
+        same, launch = self._launches[launch_with_pdl]
+        if stream == same and stream == self._order.settled and launch()[0] == _SUCCESS:
+            return
         self._start_anew(stream, launch_with_pdl)
 
     def _start_anew(self, stream: int, launch_with_pdl: bool) -> None:
@@ -75,9 +79,14 @@ class CudaLaunch:
         """
         with current_context(self._context):
             self._order.enter(stream)
-            config = self._configs[launch_with_pdl]
-            config.hStream = self._streams[launch_with_pdl] = stream
-            checked(driver.cuLaunchKernelEx, config, self._function, self._arguments_address, 0)
+            config = self.configs[launch_with_pdl]
+            config.hStream = stream
+            self._launches[launch_with_pdl] = stream, self._launch_of(config)
+            checked(driver.cuLaunchKernelEx, config, self.function, self.arguments, 0)
+
+    def _launch_of(self, config: Any) -> Callable[[], tuple[Any]]:
+        enqueue = driver.cuLaunchKernelEx
+        return functools.partial(enqueue, config, self.function, self.arguments, 0)
 
 
 class CudaKernel:
