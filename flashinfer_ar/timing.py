@@ -79,13 +79,16 @@ def launcher(workspace: MNNVLAllReduceFusionWorkspace, shape: CallShape) -> Call
 
 
 class TimedGraph:
-    """Calls in a row in a CUDA graph; events inside it time all but ``num_leading`` ones."""
+    """Calls in a row in a CUDA graph; events inside it time all but ``num_leading`` ones.
+
+    Whoever holds it holds the tensors too. It doesn't keep ``launch``, through which a holder could
+    become part of a cycle: a garbage collection that frees a graph ends a capture under way.
+    """
 
     def __init__(
         self, stream: torch.cuda.Stream, num_leading: int, launch: Callable[[], object]
     ) -> None:
         self._stream = stream
-        self._launch = launch  # keeps the tensors
         self._events = [torch.cuda.Event(enable_timing=True, external=True) for _ in range(2)]
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._graph, stream=stream, capture_error_mode="thread_local"):
@@ -117,6 +120,7 @@ class _GraphTimer:
         launch: Callable[[], object],
     ) -> None:
         self._comm, self._workspace = comm, workspace
+        self._launch = launch  # holds the tensors
         for turn in range(comm.Get_size()):
             comm.barrier()
             if turn == comm.Get_rank():
