@@ -86,8 +86,23 @@ BUGS = {
             ),
         )
     ),
-    "re-arm by one-shot only": Bug(
-        (Edit("twoshot.cuh", "turn.template rearm<C.packs_per_thread>(batch)", "(void)0"),)
+    "no re-arm of a row's results": Bug(
+        (
+            Edit(
+                "twoshot.cuh",
+                "turn.template rearm<C.packs_per_thread>(batch);\n      epilogue",
+                "epilogue",
+            ),
+        )
+    ),
+    "no re-arm of a stripe's results": Bug(
+        (
+            Edit(
+                "twoshot.cuh",
+                "        turn.template rearm<C.packs_per_thread>(batch);\n      }\n    }\n  }",
+                "      }\n    }\n  }",
+            ),
+        )
     ),
     "own multicast slot left alone": Bug(
         (
@@ -116,6 +131,21 @@ turn.await(Contributions<C, false, Place>{turn, place, first_pack, first_rank}, 
                 "return rows.has(row, k) && source(k) != 0;",
             ),
         )
+    ),
+    "own multicast result not awaited": Bug(
+        (
+            Edit(
+                "twoshot.cuh",
+                "kOwnersInRing && stripes.has(stripe(k));",
+                "kOwnersInRing && stripes.has(stripe(k)) && source(k) != kNobody;",
+            ),
+        )
+    ),
+    "own result stored into the ring, where nobody reads it": Bug(
+        (Edit("twoshot.cuh", "/*include_own=*/kOwnInRing", "/*include_own=*/true"),)
+    ),
+    "own result stored nowhere": Bug(
+        (Edit("twoshot.cuh", "if (!kOwnInRing) store", "if (0) store"),)
     ),
     "epoch total short": Bug(
         (Edit("lamport.cuh", "kCallsUnit - (ctas - 1)", "kCallsUnit - ctas"),)

@@ -10,6 +10,7 @@ from workspace_tools import SENTINEL, open_workspace, ring_words
 import flashinfer_ar as far
 from flashinfer_ar import plan
 from flashinfer_ar.jit import KernelKind
+from flashinfer_ar.jit.spec import WARP_SIZE
 
 bf16 = torch.bfloat16
 CANARY = 0x12345678
@@ -81,8 +82,11 @@ def test_a_call_uses_its_slots_to_the_last_and_none_beyond(strategy, world_size,
         assert (words[:, used // 4 :] == CANARY).all()
         assert (words[1, : used // 4] == SENTINEL).all()
         assert (words[0, : used // 4 - 4] == SENTINEL).all()
-        # One-shot's last slot is the last rank's contribution, which it does not send to itself.
-        touched = strategy is Strategy.TWOSHOT or rank != world_size - 1
+        # The last slot is the last rank's contribution, or the result of the last stripe's owner;
+        # neither sends it to itself.
+        owner = (num_packs - 1) // WARP_SIZE % world_size
+        sender = owner if strategy is Strategy.TWOSHOT else world_size - 1
+        touched = rank != sender
         assert bool((words[0, used // 4 - 4 : used // 4] == CANARY).any()) != touched
 
     far.run_ranks(world_size, rank_main)

@@ -93,8 +93,9 @@ class Turn {
 
   // Waits for up to `Count` slots as one batch: all loads in flight together, repeated until all
   // have arrived. `batch` tells for i < Count: has(i), slot(i), and for the timeout record pack(i)
-  // and source(i), the rank that sends it or kNobody. After a timeout the values are NaN and
-  // `expired()` is true.
+  // and source(i), the rank that sends it or kNobody. After a timeout the values are NaN, and the
+  // kernel runs on to its end without waiting, so that no thread is left at a barrier; the host
+  // raises on the record.
   template <int Count, typename Batch>
   FAR_DEVICE void await(const Batch& batch, Pack (&values)[Count]) {
     const Pack* ring = params_.rings[rank()] + in_generation(0);
@@ -139,10 +140,6 @@ class Turn {
     const uint32_t ctas = thread_.num_ctas();
     add_relaxed_device(&params_.control->epoch, thread_.cta() == 0 ? kCallsUnit - (ctas - 1) : 1);
   }
-
-  // A peer's data did not come in time. The kernel runs on to its end without waiting, so that no
-  // thread is left at a barrier; what it writes is NaN, and the host raises on the record.
-  FAR_DEVICE bool expired() const { return expired_; }
 
  private:
   FAR_DEVICE uint64_t in_generation(uint32_t slot) const {

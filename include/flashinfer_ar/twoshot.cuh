@@ -6,6 +6,9 @@
 //
 // Slots of a generation: first the scatter part, the stripes of the owner's share one after another
 // and in each source by source; behind it the results, one slot a pack of the flattened tensor.
+//
+// An owner needs its own results in the ring only where another thread needs them, for a row's
+// norm, or where a multicast store brings them anyway. Else it stores them into the output itself.
 #pragma once
 
 #include "flashinfer_ar/epilogue.cuh"
@@ -83,9 +86,13 @@ struct TwoShot {
     turn.advance();
     // The next grid may be launched now; it waits for this one's end before it reads or stores.
     if (params.release_early) t.release_next_grid();
-    reduce_owned(turn, stripes, params.input);
+    reduce_owned(turn, stripes, params);
     epilogue.open();
 
+    if constexpr (C.epilogue == Epilogue::kNone) {
+      collect(turn, stripes, params.output);
+      return;
+    }
     for (uint32_t row = rows.first(); row < rows.count(); row += rows.step()) {
       if (row != rows.first()) epilogue.prefetch(row);
       const Results<C> batch{rows, turn.rank(), row, results(stripes)};
@@ -103,6 +110,7 @@ struct TwoShot {
   }
 
   static constexpr int kStripesAtOnce = 4;  // loads in flight together
+  static constexpr bool kOwnInRing = C.epilogue != Epilogue::kNone || C.multicast;
 
   // Each W neighbouring stripes have W owners. Ranks walk them from different starts, so that at
   // any time every owner receives from one rank rather than one owner from all.
@@ -150,24 +158,66 @@ struct TwoShot {
 
   // A sum that starts at +0.0 is never -0.0, but the rule that no payload holds one should not rest
   // on that argument.
-  FAR_DEVICE static void reduce_owned(Turn<C>& turn, const Stripes<C>& stripes, const Pack* input) {
+  FAR_DEVICE static void reduce_owned(Turn<C>& turn, const Stripes<C>& stripes,
+                                      const Params& params) {
     for (uint32_t first = stripes.first(); first < stripes.owned();
          first += kSharesAtOnce * stripes.step()) {
       const Shares shares{stripes, turn.rank(), first};
       Pack own[kSharesAtOnce], sums[kSharesAtOnce];
       FAR_UNROLL
       for (int k = 0; k < kSharesAtOnce; ++k) {
-        if (shares.has(k)) own[k] = T::positive_zeros(load(input + shares.pack(k)));
+        if (shares.has(k)) own[k] = T::positive_zeros(load(params.input + shares.pack(k)));
       }
       sum_over_ranks<T, /*OwnInRing=*/false>(turn, shares, own, sums);
-      if (turn.expired()) return;  // and publish no NaN: peers must meet their own deadline
       FAR_UNROLL
       for (int k = 0; k < kSharesAtOnce; ++k) {
         if (!shares.has(k)) continue;
-        turn.publish(results(stripes) + shares.pack(k), T::positive_zeros(sums[k]),
-                     /*include_own=*/true);
+        const Pack sum = T::positive_zeros(sums[k]);
+        turn.publish(results(stripes) + shares.pack(k), sum, /*include_own=*/kOwnInRing);
+        if (!kOwnInRing) store(params.output + shares.pack(k), sum);
       }
       rearm_contributions<kSharesAtOnce, /*OwnInRing=*/false>(turn, shares);
+    }
+  }
+
+  static constexpr int kOwnersInRing = kOwnInRing ? C.world_size : C.world_size - 1;
+
+  // Some of the warp's stripes of results in the ring, as a batch for Turn::await.
+  struct Collected {
+    const Stripes<C>& stripes;
+    int rank;
+    uint32_t first;
+
+    FAR_DEVICE uint32_t number(int k) const { return first + k * stripes.step(); }
+    FAR_DEVICE int owner(int k) const {
+      const int after_own = number(k) % kOwnersInRing + (C.world_size - kOwnersInRing);
+      return (rank + after_own) % C.world_size;
+    }
+    FAR_DEVICE uint32_t stripe(int k) const {
+      return number(k) / kOwnersInRing * C.world_size + owner(k);
+    }
+    FAR_DEVICE bool has(int k) const {
+      return number(k) < stripes.owned() * kOwnersInRing && stripes.has(stripe(k));
+    }
+    FAR_DEVICE uint32_t pack(int k) const { return stripes.pack(stripe(k)); }
+    FAR_DEVICE uint32_t slot(int k) const { return results(stripes) + pack(k); }
+    FAR_DEVICE int source(int k) const { return owner(k) == rank ? kNobody : owner(k); }
+  };
+
+  FAR_DEVICE static void collect(Turn<C>& turn, const Stripes<C>& stripes, Pack* output) {
+    if constexpr (kOwnersInRing > 0) {
+      const uint32_t count = stripes.owned() * kOwnersInRing;
+      for (uint32_t first = stripes.first(); first < count;
+           first += C.packs_per_thread * stripes.step()) {
+        const Collected batch{stripes, turn.rank(), first};
+        Pack sums[C.packs_per_thread];
+        turn.await(batch, sums);
+        FAR_UNROLL
+        for (int k = 0; k < C.packs_per_thread; ++k) {
+          if (batch.has(k)) store(output + batch.pack(k), sums[k]);
+        }
+        turn.template rearm<C.packs_per_thread>(batch);
+      }
     }
   }
 };
