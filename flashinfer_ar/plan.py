@@ -93,7 +93,10 @@ def _dense_geometry(hidden_packs: int, world_size: int) -> Geometry:
     if hidden_packs > cluster * packs_per_thread * 512:
         packs_per_thread = 2
     warps = -(-hidden_packs // (cluster * packs_per_thread * WARP_SIZE))
-    return Geometry(warps, cluster, packs_per_thread, ctas_per_sm=16 // warps)
+    # 16 warps an SM leave 128 registers a thread; 20 leave 96, enough up to 6 ranks, and where only
+    # they make room for a second CTA (hidden 5120) that gains up to a quarter.
+    most_warps = 20 if warps > 8 and world_size <= 6 else 16
+    return Geometry(warps, cluster, packs_per_thread, ctas_per_sm=most_warps // warps)
 
 
 def max_clusters(target: str, shape: Geometry, ranks_on_device: int, max_ctas: int | None) -> int:

@@ -66,9 +66,9 @@ def make_specs(wanted):
 PTX_SPECS = make_specs([*itertools.product((2, 3, 8), (7168,), (False, True)), (72, 7168, True)])
 RESOURCE_SPECS = make_specs(
     [
-        *itertools.product((8,), (2880, 4096, 7168, 8192, None), (False,)),
-        *itertools.product((2, 16), (4096, None), (False,)),
-        *itertools.product((3,), (2880, 8192), (False,)),
+        *itertools.product((8,), (2880, 4096, 5120, 7168, 8192, None), (False,)),
+        *itertools.product((2, 16), (4096, 5120, None), (False,)),
+        *itertools.product((3, 6), (2880, 5120, 8192), (False,)),
         *itertools.product((2, 3, 16), (7168,), (True,)),
         (72, None, False),
     ]
@@ -108,7 +108,7 @@ def test_the_subset_meets_everything():
         assert len({(spec.dtype, spec.target) for spec in specs}) == 9
     assert {spec.geometry.cluster for spec in RESOURCE_SPECS} == {1, 2, 4, 8}
     assert {spec.geometry.packs_per_thread for spec in RESOURCE_SPECS} == {1, 2}
-    assert {spec.hidden_size for spec in RESOURCE_SPECS} == {2880, 4096, 7168, 8192, None}
+    assert {spec.hidden_size for spec in RESOURCE_SPECS} == {2880, 4096, 5120, 7168, 8192, None}
 
 
 # PTX

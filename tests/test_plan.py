@@ -58,7 +58,9 @@ def test_ctas_that_share_an_sm_leave_registers(target, kind, epilogue, world_siz
     needed = 128 if world_size > 8 or kind is KernelKind.TWOSHOT else 64
     for hidden_packs in (None, *HIDDEN_PACKS):
         shape = plan.geometry(target, kind, epilogue, hidden_packs, world_size, tokens)
-        assert 65536 // (shape.threads * shape.ctas_per_sm) >= needed, hidden_packs
+        twice_ten = world_size <= 6 and shape.warps in (9, 10) and shape.ctas_per_sm == 2
+        least = 96 if twice_ten else needed
+        assert 65536 // (shape.threads * shape.ctas_per_sm) >= least, hidden_packs
 
 
 @pytest.mark.parametrize("target", SUPPORTED_TARGETS)
