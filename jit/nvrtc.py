@@ -81,9 +81,10 @@ def _supported(target: str, described: str) -> str:
 def find_cubin(name: str, source: str, target: str) -> Path | None:
     """The path of the cubin of ``source`` for ``target`` if the cache has it, else ``None``.
 
-    Needs no NVRTC where its wheel tells which one it is. Raises as :func:`build_cubin`.
+    Loads no NVRTC where its wheel tells which one it is. Raises as :func:`build_cubin`.
     """
-    return cache.find(_build_input(name, source, target, _wheel_identity() or _identity()))
+    compiler = _identity_of_loaded() or _wheel_identity() or _identity()
+    return cache.find(_build_input(name, source, target, compiler))
 
 
 def build_cubin(name: str, source: str, target: str) -> Path:
@@ -155,6 +156,8 @@ def resource_usage(binary: Path) -> ResourceUsage:
 def _compile(program: object, command: tuple[str, ...]) -> str:
     """Compile; the empty string for success, else what NVRTC calls the failure."""
     options = [os.fsencode(option) for option in (*command[1:], f"-I{cache.include_dir()}")]
+    if library_facts()[:2] >= (12, 9):
+        options.append(b"-no-cache")  # its own, on disk: what comes from there has no log
     nvrtc = _bindings()
     (result,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
     return "" if result == nvrtc.nvrtcResult.NVRTC_SUCCESS else str(result.name)
@@ -186,6 +189,24 @@ def _call(function: str, *arguments: object) -> Any:
 
 def _identity() -> str:
     return _described(*library_facts())
+
+
+def _identity_of_loaded() -> str | None:
+    """What :func:`_identity` will say if NVRTC is loaded, as with a torch for CUDA, else ``None``.
+
+    cuda-python uses that library too; to import its bindings takes longer than the rest of a warm
+    start.
+    """
+    loaded = [soname for soname in _SONAMES if _is_loaded(soname)]
+    if len(loaded) != 1:
+        return None
+    library, major, minor = ctypes.CDLL(loaded[0]), ctypes.c_int(), ctypes.c_int()
+    library.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    paths = {Path(line.split(maxsplit=5)[-1]) for line in lines if "/libnvrtc.so." in line}
+    if len(paths) != 1 or not (path := paths.pop()).is_file():
+        return None
+    return _described(major.value, minor.value, path.stat().st_size)
 
 
 @functools.cache

@@ -294,6 +294,7 @@ def test_nvrtc_that_is_loaded_already_is_asked_itself():
     nvrtc.library_facts()
     nvrtc._wheel_identity.cache_clear()
     assert nvrtc._wheel_identity() is None
+    assert nvrtc._identity_of_loaded() == nvrtc._identity()
 
 
 @needs_nvrtc
