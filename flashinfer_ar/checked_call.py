@@ -30,6 +30,7 @@ class CheckedCall:
     """
 
     __slots__ = (
+        "_are_like_input",
         "_are_like_inputs",
         "_are_like_outputs",
         "_enqueue",
@@ -56,10 +57,11 @@ class CheckedCall:
         self._strategy = prepared.shape.strategy
         self._epsilon, self._weight_bias = numbers
         self._places = {_place_of(tensors)}
-        # A guard says no to a tensor that comes twice, so none gets an output beside an input.
+        # A guard says no to a tensor that comes twice. So in place it gets only the input, and a
+        # fused call's outputs, which may be its inputs, are apart from these.
         if len(tensors) == 2:
             self._is_like_input = _guard(tensors[0])
-            self._are_like_inputs = _guard(tensors[0], tensors[0])
+            self._are_like_input = _guard(tensors[0], tensors[0])
         else:
             input, output, residual_in, residual_out, gamma = tensors
             self._are_like_inputs = _guard(input, residual_in, gamma)
@@ -96,7 +98,7 @@ class CheckedCall:
             and (
                 self._is_like_input(input)
                 if output is input
-                else self._are_like_inputs(input, output)
+                else self._are_like_input(input, output)
             )
             and not self._record.state
         ):

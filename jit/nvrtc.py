@@ -191,6 +191,7 @@ def _identity() -> str:
     return _described(*library_facts())
 
 
+@functools.cache
 def _identity_of_loaded() -> str | None:
     """What :func:`_identity` will say if NVRTC is loaded, as with a torch for CUDA, else ``None``.
 

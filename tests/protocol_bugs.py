@@ -90,7 +90,7 @@ BUGS = {
         (
             Edit(
                 "twoshot.cuh",
-                "turn.template rearm<C.packs_per_thread>(batch);\n      epilogue",
+                "turn.template rearm<C.packs_per_thread>(batch);\n        epilogue",
                 "epilogue",
             ),
         )

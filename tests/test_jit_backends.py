@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import importlib
 import json
 import os
 import subprocess
@@ -289,10 +290,38 @@ def test_nvrtc_warm_start_of_a_process_does_not_load_it(include):
     assert not loaded
 
 
+# As a torch for CUDA does, something loads NVRTC first; then a kernel is found.
+WARM_START_LOADED = """
+import ctypes, sys
+from pathlib import Path
+ctypes.CDLL(sys.argv[3], mode=ctypes.RTLD_GLOBAL)
+from flashinfer_ar.jit import cache, nvrtc
+cache.include_dir = lambda: Path(sys.argv[1])
+print(nvrtc.find_cubin("probe", sys.argv[2], "sm_90a"), "cuda.bindings.nvrtc" in sys.modules)
+"""
+
+
+@needs_nvrtc
+def test_nvrtc_warm_start_asks_a_loaded_one_without_its_binding(include):
+    binary = nvrtc.build_cubin("probe", KERNEL, "sm_90a")
+    library = importlib.import_module("cuda.pathfinder").load_nvidia_dynamic_lib("nvrtc").abs_path
+    done = subprocess.run(
+        [sys.executable, "-c", WARM_START_LOADED, str(include), KERNEL, library],
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == [str(binary), "False"]
+
+
 @needs_nvrtc
 def test_nvrtc_that_is_loaded_already_is_asked_itself():
     nvrtc.library_facts()
     nvrtc._wheel_identity.cache_clear()
+    nvrtc._identity_of_loaded.cache_clear()
     assert nvrtc._wheel_identity() is None
     assert nvrtc._identity_of_loaded() == nvrtc._identity()
 

@@ -54,7 +54,10 @@ def test_no_cta_of_a_token_idles(target, world_size, tokens):
 @pytest.mark.parametrize("epilogue", Epilogue)
 @each_kind
 def test_ctas_that_share_an_sm_leave_registers(target, kind, epilogue, world_size, tokens):
-    """Fewer than these would spill (test_compile.py): batches of slots are wide."""
+    """Fewer than these would spill (test_compile.py): batches of slots are wide.
+
+    Up to 6 ranks 96 are enough, and worth it where they make room for a second CTA.
+    """
     needed = 128 if world_size > 8 or kind is KernelKind.TWOSHOT else 64
     for hidden_packs in (None, *HIDDEN_PACKS):
         shape = plan.geometry(target, kind, epilogue, hidden_packs, world_size, tokens)

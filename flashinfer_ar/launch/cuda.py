@@ -61,7 +61,11 @@ class CudaLaunch:
         self._context = kernel.context
         self._order = kernel.order
         # By `launch_with_pdl`: the stream in the configuration, and the launch.
-        self._launches = [(0, self._launch_of(config)) for config in self.configs]
+        enqueue = driver.cuLaunchKernelEx
+        self._launches: list[tuple[int, Callable[[], tuple[Any]]]] = [
+            (0, functools.partial(enqueue, config, self.function, self.arguments, 0))
+            for config in self.configs
+        ]
 
     def start(self, launch_with_pdl: bool) -> None:
         """Enqueue the kernel on torch's current stream of the device."""
@@ -79,14 +83,10 @@ class CudaLaunch:
         """
         with current_context(self._context):
             self._order.enter(stream)
-            config = self.configs[launch_with_pdl]
+            config, (_, launch) = self.configs[launch_with_pdl], self._launches[launch_with_pdl]
             config.hStream = stream
-            self._launches[launch_with_pdl] = stream, self._launch_of(config)
+            self._launches[launch_with_pdl] = stream, launch
             checked(driver.cuLaunchKernelEx, config, self.function, self.arguments, 0)
-
-    def _launch_of(self, config: Any) -> Callable[[], tuple[Any]]:
-        enqueue = driver.cuLaunchKernelEx
-        return functools.partial(enqueue, config, self.function, self.arguments, 0)
 
 
 class CudaKernel:

@@ -91,16 +91,16 @@ struct TwoShot {
 
     if constexpr (C.epilogue == Epilogue::kNone) {
       collect(turn, stripes, params.output);
-      return;
-    }
-    for (uint32_t row = rows.first(); row < rows.count(); row += rows.step()) {
-      if (row != rows.first()) epilogue.prefetch(row);
-      const Results<C> batch{rows, turn.rank(), row, results(stripes)};
-      Pack sums[C.packs_per_thread];
-      turn.await(batch, sums);
-      epilogue.take(row, sums);
-      turn.template rearm<C.packs_per_thread>(batch);
-      epilogue.finish(row);
+    } else {
+      for (uint32_t row = rows.first(); row < rows.count(); row += rows.step()) {
+        if (row != rows.first()) epilogue.prefetch(row);
+        const Results<C> batch{rows, turn.rank(), row, results(stripes)};
+        Pack sums[C.packs_per_thread];
+        turn.await(batch, sums);
+        epilogue.take(row, sums);
+        turn.template rearm<C.packs_per_thread>(batch);
+        epilogue.finish(row);
+      }
     }
   }
 
@@ -204,6 +204,8 @@ struct TwoShot {
     FAR_DEVICE int source(int k) const { return owner(k) == rank ? kNobody : owner(k); }
   };
 
+  // The output may be the input: a result comes after its owner has this rank's contribution, so
+  // `scatter` has read what is overwritten, whichever warp did.
   FAR_DEVICE static void collect(Turn<C>& turn, const Stripes<C>& stripes, Pack* output) {
     if constexpr (kOwnersInRing > 0) {
       const uint32_t count = stripes.owned() * kOwnersInRing;
