@@ -97,18 +97,6 @@ def test_a_repeated_call_is_checked_once(workspace, checks, fused):
 
 
 @both
-def test_a_repeated_call_in_place_is_checked_once(workspace, checks, fused):
-    tensors = Tensors(workspace.device)
-    in_place = {"output": tensors.input}
-    if fused:
-        in_place["residual_out"] = tensors.residual_in
-    for _ in range(3):
-        tensors.call(workspace, fused, **in_place)
-    workspace.synchronize()
-    assert len(checks) == 1
-
-
-@both
 def test_nothing_but_the_launch_happens(workspace, monkeypatch, fused):
     tensors = Tensors(workspace.device)
     tensors.call(workspace, fused)
